@@ -1,0 +1,61 @@
+"""Weights and training state on disk: written whole or not at all, hashed, resumed bit by bit."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mixval.files import seal, sealed_facts
+
+
+def save_weights(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
+    """Save tensors with a few facts in the header, such as the dataset they belong to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(plain, temporary, metadata=dict(facts))
+    os.replace(temporary, path)
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    return load_file(path)
+
+
+class Checkpoints:
+    """The last two checkpoints of one training; the older one serves if the newer is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        final = self.folder / f"step-{step:09d}"
+        if final.exists():
+            return
+        unfinished = self.folder / f".{final.name}.part"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        save_weights(unfinished / "weights.safetensors", tensors, {})
+        torch.save(dict(state), unfinished / "state.pt")
+        seal(unfinished, {"step": step})
+        os.replace(unfinished, final)
+        for old in self._steps()[:-2]:
+            shutil.rmtree(old)
+
+    def latest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return tensors and state of the newest checkpoint that is whole."""
+        for folder in reversed(self._steps()):
+            if sealed_facts(folder) is not None:
+                state = torch.load(folder / "state.pt", weights_only=True)
+                return load_weights(folder / "weights.safetensors"), state
+        return None
+
+    def clear(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _steps(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*"))

@@ -1,0 +1,30 @@
+"""(labels, number of classes) -> a weight for each class, (K,) with mean 1 over the samples."""
+
+import torch
+from torch import Tensor
+
+from mixval.bounds import NonNegative
+
+__all__ = ["balanced", "given", "uniform"]
+
+
+def uniform(labels: Tensor, num_classes: int) -> Tensor:
+    """Return 1 for each class."""
+    return torch.ones(num_classes)
+
+
+def balanced(labels: Tensor, num_classes: int) -> Tensor:
+    """Return n / (K n_k): each class weighs the same in total; all 1 on balanced data."""
+    counts = torch.bincount(labels.cpu(), minlength=num_classes)
+    if (counts == 0).any():
+        empty = (counts == 0).nonzero().flatten().tolist()
+        raise ValueError(f"balanced class weights need every class, got no sample of {empty}")
+    return len(labels) / (num_classes * counts.float())
+
+
+def given(labels: Tensor, num_classes: int, *, values: list[NonNegative]) -> Tensor:
+    """Return these values, scaled to mean 1 over the samples."""
+    if len(values) != num_classes:
+        raise ValueError(f"values must name one weight per class ({num_classes}), got {len(values)}")
+    weights = torch.tensor(values)
+    return weights / weights[labels.cpu()].mean()

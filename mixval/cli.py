@@ -1,0 +1,255 @@
+"""The verbs: parse, call, print. Nothing here imports torch before the recipe is checked."""
+
+import argparse
+import logging
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mixval import choose
+from mixval.errors import Interrupted, UserError
+from mixval.recipe import Choice, Recipe, load_recipe, packaged_recipes
+
+VERBS = {
+    "the whole job": {
+        "run": "train base, teachers and students, evaluate them with their controls, write the report",
+    },
+    "one stage, with what it needs (finished stages are reused)": {
+        "base": "train the network whose failures are looked for",
+        "failures": "find what the base network fails",
+        "teacher": "train the teachers",
+        "score": "score the probe mixes: base against each teacher",
+        "student": "train the students",
+        "report": "write the report of a run again, from its files",
+    },
+    "looking around": {
+        "list": "show recipes and the options of every choice, with their parameters",
+    },
+}
+CHOICE_MODULES = (
+    "alpha_schedules",
+    "augmentations",
+    "class_weights",
+    "datasets",
+    "failure_rules",
+    "filter_policies",
+    "losses",
+    "models",
+    "plots",
+    "posteriors",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    try:
+        arguments, overrides = _parse(words)
+        level = logging.WARNING if arguments.quiet else logging.INFO
+        logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+        command: Callable[[argparse.Namespace, dict[str, Any]], None] = arguments.command
+        command(arguments, overrides)
+    except UserError as error:
+        return _fail(str(error), 2, debug)
+    except Interrupted as stop:
+        return _fail(f"{stop}; run the same command again to go on", stop.exit_code, debug)
+    except BrokenPipeError:
+        return 0
+    except (FloatingPointError, OSError) as error:
+        return _fail(str(error), 1, debug)
+    except Exception as error:
+        advice = "" if debug else "; run again with --debug for the traceback"
+        return _fail(f"{type(error).__name__}: {error}{advice}", 1, debug)
+    return 0
+
+
+def _fail(message: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"mixval: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+# -- commands -----------------------------------------------------------------------------
+
+
+def _run(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
+    recipe = load_recipe(arguments.recipe, overrides)
+    arms = _chosen("--arms", arguments.arms, list(recipe.arms))
+    panels = _chosen("--panels", arguments.panels, list(recipe.panels))
+    from mixval.job import run_job
+
+    run_job(
+        recipe,
+        Path(arguments.out or Path("runs") / recipe.name),
+        stage=arguments.verb,
+        arms=arms,
+        panels=panels,
+        dry_run=arguments.dry_run,
+        command=shlex.join(["mixval", *sys.argv[1:]]),
+    )
+
+
+def _report(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
+    from mixval.job import write_report
+
+    print(write_report(Path(arguments.run)))
+
+
+def _list(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
+    wanted = _chosen("what", arguments.what, ["recipes", *CHOICE_MODULES])
+    for module in wanted:
+        print(module)
+        if module == "recipes":
+            print("  " + "\n  ".join(packaged_recipes()))
+        else:
+            for option in choose.options(module).values():
+                print(f"  {option.signature}\n      {option.summary}")
+
+
+def _chosen(what: str, names: list[str] | None, known: list[str]) -> list[str]:
+    for name in names or []:
+        if name not in known:
+            raise UserError(f"{what}: unknown {name!r}; {choose.nearest(name, known)}")
+    return [name for name in known if names is None or name in names]
+
+
+# -- parsing ------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+class _Overview(_Parser):
+    def format_help(self) -> str:
+        lines = ["mixval: value mixup samples and train on the ones that help", ""]
+        lines += ["usage: mixval VERB [RECIPE] [--section.key value ...]", ""]
+        for group, verbs in VERBS.items():
+            lines += [f"{group}:", *(f"  {verb:<10} {text}" for verb, text in verbs.items()), ""]
+        lines += ["mixval VERB --help shows every setting with its default.", ""]
+        return "\n".join(lines)
+
+
+def _parse(words: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    parser = _Overview(prog="mixval", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"mixval {version('mixval')}")
+    verbs = parser.add_subparsers(dest="verb", parser_class=_Parser)
+    known = {verb: text for group in VERBS.values() for verb, text in group.items()}
+    if words and not words[0].startswith("-") and words[0] not in known:
+        raise UserError(f"unknown verb {words[0]!r}; {choose.nearest(words[0], known)}")
+    for verb, text in known.items():
+        sub = verbs.add_parser(verb, description=text, allow_abbrev=False, formatter_class=_Help)
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        sub.add_argument("--quiet", action="store_true", help="say only what went wrong")
+        if words and verb == words[0]:  # the settings of the others are not needed
+            _ADD_ARGUMENTS.get(verb, _add_run_arguments)(sub)
+    arguments, rest = parser.parse_known_args(words)
+    if arguments.verb is None:
+        raise SystemExit(parser.format_help())
+    settings = {key: value for key, value in vars(arguments).items() if "." in key and value is not None}
+    overrides = {key: _value(value) for key, value in settings.items()}
+    if getattr(arguments, "seeds", None):
+        overrides["seeds"] = _seeds(arguments.seeds)
+    return arguments, {**overrides, **_dotted(arguments.verb, rest, verbs.choices[arguments.verb])}
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=38, width=110)
+
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
+        return f"usage: {self._prog} [options]\n\n"
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_run)
+    parser.add_argument("recipe", nargs="?", default="digits", help="packaged recipe or YAML file (default: digits)")
+    parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/NAME)")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="only these arms (default: all of the recipe)")
+    parser.add_argument("--panels", nargs="+", metavar="PANEL", help="only these panels (default: all)")
+    parser.add_argument("--seeds", nargs="+", metavar="SEED", help="seeds such as 0 1 2 or 0-9 (default: the recipe's)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, train one batch, estimate time and disk")
+    for section, group, fields in _sections():
+        box = parser.add_argument_group(section, group)
+        for dotted, field in fields:
+            text = f"{field.description or ''} (default: {_default(field)})".replace("%", "%%")
+            box.add_argument(f"--{dotted}", dest=dotted, metavar="X", help=text)
+    named = parser.add_argument_group(
+        "named parts", "any other setting by its place, e.g. --arms.guided_failures.filter soft --teachers.train.epochs 80"
+    )
+    del named
+
+
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_report)
+    parser.add_argument("run", help="a run directory")
+
+
+def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_list)
+    parser.add_argument("what", nargs="*", default=None, help="recipes, or a choice module (default: everything)")
+
+
+_ADD_ARGUMENTS = {"report": _add_report_arguments, "list": _add_list_arguments}
+
+
+def _sections() -> Iterator[tuple[str, str, list[tuple[str, FieldInfo]]]]:
+    """Yield the recipe's sections that have fixed keys, with the settings in them."""
+    plain = []
+    for name, field in Recipe.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Choice:
+            summary = (kind.__doc__ or "").strip().split("\n")[0]
+            yield name, summary, [(f"{name}.{key}", inner) for key, inner in kind.model_fields.items()]
+        elif kind is Choice:
+            plain.append((name, field))
+    yield "other", "", plain
+
+
+def _default(field: FieldInfo) -> str:
+    return "none" if field.default is None else str(field.default)
+
+
+def _dotted(verb: str, words: list[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Return `--arms.erm.alpha 0` and `--arms.erm.alpha=0` as {dotted key: value}."""
+    overrides = {}
+    rest = iter(words)
+    for word in rest:
+        key, _, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in key:
+            flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+            raise UserError(f"unknown argument {word!r}; {choose.nearest(word, flags)}")
+        if not value:
+            value = next(rest, "")
+        if not value or value.startswith("--"):
+            raise UserError(f"{key}: needs a value, as in --{key} VALUE")
+        overrides[key] = _value(value)
+    return overrides
+
+
+def _value(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _seeds(words: list[str]) -> list[int]:
+    seeds: list[int] = []
+    for word in words:
+        first, dash, last = word.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UserError(f"--seeds: must be numbers such as 0 1 2 or a range such as 0-9, got {word!r}")
+        seeds += range(int(first), int(last if dash else first) + 1)
+    return sorted(set(seeds))

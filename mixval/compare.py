@@ -1,0 +1,94 @@
+"""Means, paired differences over seeds, and the one sentence they allow."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and the half-width of its t interval; NaN half-width for one seed."""
+
+    mean: float
+    half_width: float
+    n: int
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.half_width
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half_width
+
+    @property
+    def sign(self) -> int:
+        """+1 or -1 where the interval leaves zero out, else 0: nothing can be said."""
+        if math.isnan(self.half_width) or self.low <= 0 <= self.high:
+            return 0
+        return 1 if self.mean > 0 else -1
+
+
+def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Return mean and t interval over seeds."""
+    array = np.asarray(values, dtype=float)
+    if len(array) < 2:
+        return Interval(float(array.mean()), math.nan, len(array))
+    reach = stats.t.ppf((1 + confidence) / 2, len(array) - 1)
+    return Interval(float(array.mean()), float(reach * stats.sem(array)), len(array))
+
+
+def paired_difference(arm: Mapping[int, float], control: Mapping[int, float]) -> Interval | None:
+    """Return arm - control over the seeds that both have, or None if they share none.
+
+    Paired, because both arms of a seed share data, initial weights, order and mixes.
+    """
+    seeds = sorted(arm.keys() & control.keys())
+    if not seeds:
+        return None
+    return mean_interval([arm[seed] - control[seed] for seed in seeds])
+
+
+def verdict(
+    arm: str, control: Interval | None, lam_control: Interval | None, same_labels: Interval | None
+) -> str:
+    """Return one sentence: did filtering beat its yoked controls, and the same labels used directly?
+
+    The differences are in accuracy, arm minus control.
+    """
+    if control is None:
+        return f"{arm}: no verdict, because its yoked control was not run."
+    if control.n < 2:
+        return f"{arm}: no verdict from one seed; run more (--seeds 0-9)."
+    sentence = f"{arm}: {_finding(control)} ({_shown(control)} against its yoked control"
+    if lam_control is not None:
+        sentence += f", {_shown(lam_control)} within λ-deciles"
+    sentence += f"; n = {control.n})"
+    if control.sign > 0 and lam_control is not None and lam_control.sign <= 0:
+        sentence += ", but selecting by λ alone may explain it"
+    if same_labels is not None:
+        sentence += f"; {_labels_finding(same_labels)} ({_shown(same_labels)})"
+    return sentence + "."
+
+
+def _finding(difference: Interval) -> str:
+    return {1: "filtering helped", -1: "filtering hurt", 0: "no effect of filtering shown"}[
+        difference.sign
+    ]
+
+
+def _labels_finding(difference: Interval) -> str:
+    return {
+        1: "it beat training directly on the labels its teacher saw",
+        -1: "training directly on the labels its teacher saw did better",
+        0: "training directly on the labels its teacher saw did as well",
+    }[difference.sign]
+
+
+def _shown(difference: Interval) -> str:
+    return f"{100 * difference.mean:+.2f} ± {100 * difference.half_width:.2f} points"

@@ -1,0 +1,16 @@
+"""The two ways a run ends early, apart from bugs."""
+
+
+class UserError(ValueError):
+    """What the user gave is wrong: one line with the field, the rule, the value and the fix.
+
+    The command line prints it without a traceback and exits with 2.
+    """
+
+
+class Interrupted(Exception):
+    """The user or the system asked the run to stop; its state is saved and it can resume."""
+
+    def __init__(self, signal_number: int = 2) -> None:
+        super().__init__("stopped, everything is saved")
+        self.exit_code = 128 + signal_number

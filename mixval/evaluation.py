@@ -1,0 +1,31 @@
+"""Accuracy, negative log-likelihood and calibration of a network on a part of the data."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mixval.mixing import RowMaker
+
+
+@torch.no_grad()
+def predict(model: nn.Module, maker: RowMaker, chunk: int = 1000) -> Tensor:
+    """Return log-probabilities (N, K) of every sample, in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    positions = torch.arange(len(maker.part), device=maker.part.labels.device)
+    logits = [model(maker.inputs(rows)) for rows in positions.split(chunk)]
+    model.train(was_training)
+    return F.log_softmax(torch.cat(logits).float(), dim=-1)
+
+
+def accuracy_and_nll(log_probs: Tensor, labels: Tensor) -> tuple[float, float]:
+    hits = (log_probs.argmax(1) == labels).double().mean()
+    return float(hits), float(F.nll_loss(log_probs, labels))
+
+
+def calibration_error(log_probs: Tensor, labels: Tensor, bins: int = 15) -> float:
+    """Return the expected calibration error of the top class, in equal bins of confidence."""
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
+    classes = log_probs.shape[1]
+    return float(multiclass_calibration_error(log_probs.exp(), labels, classes, n_bins=bins))

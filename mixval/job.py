@@ -1,0 +1,88 @@
+"""A run from its recipe to its report: what the command line calls."""
+
+import logging
+from pathlib import Path
+
+from mixval.environment import environment
+from mixval.errors import Interrupted, UserError
+from mixval.external import check_external
+from mixval.recipe import Recipe
+from mixval.store import Store
+
+log = logging.getLogger(__name__)
+
+
+def run_job(
+    recipe: Recipe,
+    out: Path,
+    *,
+    stage: str = "run",
+    arms: list[str] | None = None,
+    panels: list[str] | None = None,
+    dry_run: bool = False,
+    command: str = "",
+) -> Path | None:
+    """Run the recipe up to a stage in the directory `out`; return the report's path, if there is one.
+
+    Everything that can be checked without torch is checked first, and nothing is written
+    before it is.
+    """
+    for name, teacher in recipe.teachers.items():
+        if teacher.weights is not None:
+            check_external(recipe, f"teachers.{name}", teacher)
+    store = Store(out)
+    store.check(recipe)
+
+    from mixval import runner
+    from mixval.pipeline import with_replayed
+
+    arms = with_replayed(recipe, list(recipe.arms) if arms is None else arms)
+    panels = list(recipe.panels) if panels is None else panels
+    cells = len(panels) * len(recipe.seeds)
+    if dry_run:
+        print(runner.estimate(recipe, stage, arms, cells))
+        print("dry run: the recipe is sound, one batch trained, nothing was written")
+        return None
+    with store.locked():
+        store.bind(recipe)
+        store.write_json("environment.json", environment())
+        note = {"command": command, "seeds": recipe.seeds, "stage": stage}
+        store.write_json("status.json", {**note, "state": "running"})
+        try:
+            runner.run_cells(recipe, store, stage, arms, panels, print)
+        except BaseException as error:
+            state = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+            store.write_json("status.json", {**note, "state": state, "cause": str(error)})
+            raise
+        store.write_json("status.json", {**note, "state": "finished"})
+        if stage != "run":
+            print(f"done: {store.root}")
+            return None
+        return _summarise(store)
+
+
+def write_report(run: Path) -> Path:
+    """Write the report of a run again from its files, and return its path."""
+    store = Store(run)
+    recipe = store.recipe()
+    if recipe is None:
+        raise UserError(f"{run}: is not a run directory (it has no recipe.yaml)")
+    from mixval.results import Results
+    from mixval.stages.report import report
+
+    results = Results.read(recipe, store)
+    if not results.facts:
+        raise UserError(f"{run}: has no finished arm yet; run `mixval run` first")
+    return report(results, store)
+
+
+def _summarise(store: Store) -> Path:
+    from mixval.report.render import text_table
+    from mixval.results import Results
+
+    recipe = store.recipe()
+    assert recipe is not None
+    print(text_table(Results.read(recipe, store)))
+    path = write_report(store.root)
+    print(f"\nreport: {path}")
+    return path

@@ -1,0 +1,48 @@
+"""(image shape, number of classes) -> nn.Module. Weights are drawn by torch's generator."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from mixval.bounds import BelowOne, Count
+
+__all__ = ["conv_net", "mlp", "timm"]
+
+Shape = Sequence[int]  # (C, H, W)
+
+
+def mlp(
+    shape: Shape, num_classes: int, *, hidden: list[Count] = [256, 128], dropout: BelowOne = 0.0
+) -> nn.Module:
+    """Return a fully connected ReLU network on the flattened image."""
+    channels, height, width = shape
+    widths = [channels * height * width, *hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+        if dropout:
+            layers.append(nn.Dropout(dropout))
+    return nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
+
+
+def conv_net(shape: Shape, num_classes: int, *, width: Count = 64) -> nn.Module:
+    """Return four 3x3 convolutions with BatchNorm, two of stride 2, and average pooling."""
+    layers: list[nn.Module] = []
+    before = shape[0]
+    for after, stride in ((width, 1), (2 * width, 2), (2 * width, 1), (4 * width, 2)):
+        layers.append(nn.Conv2d(before, after, 3, stride, padding=1, bias=False))
+        layers += [nn.BatchNorm2d(after), nn.ReLU()]
+        before = after
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, num_classes)]
+    return nn.Sequential(*layers, *head)
+
+
+def timm(
+    shape: Shape, num_classes: int, *, architecture: str, drop_rate: BelowOne = 0.0
+) -> nn.Module:
+    """Return the model of that name from timm, without pretrained weights."""
+    import timm as library
+
+    return library.create_model(
+        architecture, num_classes=num_classes, in_chans=shape[0], drop_rate=drop_rate
+    )

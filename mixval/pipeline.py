@@ -1,0 +1,114 @@
+"""The order of the stages of one panel and seed, and the run over all of them; nothing else."""
+
+from dataclasses import dataclass, field
+
+from mixval.recipe import Arm, Recipe
+from mixval.stages.base import base
+from mixval.stages.cell import Cell
+from mixval.stages.evaluation import evaluation
+from mixval.stages.failures import failures
+from mixval.stages.network import Network
+from mixval.stages.scores import scores
+from mixval.stages.student import student
+from mixval.stages.teacher import TeacherSet, teacher
+from mixval.store import Store
+from mixval.training import Cost
+from mixval.types import FailureSet
+
+STAGES = ("base", "failures", "teacher", "score", "student", "run")
+
+
+@dataclass
+class CellRun:
+    """The stages of one cell, each made when something needs it: base, failures, teacher, ..."""
+
+    cell: Cell
+    store: Store
+    _base: Network | None = None
+    _failures: FailureSet | None = None
+    _teachers: dict[str, TeacherSet] = field(default_factory=dict)
+    _students: dict[str, Network] = field(default_factory=dict)
+
+    def upto(self, stage: str, arms: list[str]) -> None:
+        """Run the stages in order up to `stage`; `run` is all of them with the evaluation."""
+        recipe = self.cell.recipe
+        wanted = [name for name in recipe.teachers if stage in ("teacher", "score") or self._used(name, arms)]
+        if stage == "base":
+            self.base()
+        elif stage == "failures":
+            self.failures()
+        elif stage in ("teacher", "score"):
+            for name in wanted:
+                self.teacher(name)
+        if stage in ("score", "run"):
+            for name in wanted:
+                scores(self.cell, self.base(), name, self.teacher(name), self.store)
+        if stage in ("student", "run"):
+            for name in arms:
+                self.student(name)
+        if stage == "run":
+            self.evaluate(arms)
+
+    def base(self) -> Network:
+        if self._base is None:
+            self._base = base(self.cell, self.store)
+        return self._base
+
+    def failures(self) -> FailureSet:
+        if self._failures is None:
+            self._failures = failures(self.cell, self.base(), self.store)
+        return self._failures
+
+    def teacher(self, name: str) -> TeacherSet:
+        if name not in self._teachers:
+            found = self._failures_for(self.cell.recipe.teachers[name].data)
+            self._teachers[name] = teacher(self.cell, name, found, self.store)
+        return self._teachers[name]
+
+    def student(self, name: str) -> Network:
+        if name not in self._students:
+            arm = self.cell.recipe.arms[name]
+            self._students[name] = student(
+                self.cell,
+                name,
+                self._failures_for(arm.data),
+                self.teacher(arm.teacher) if arm.teacher else None,
+                self.student(arm.yoked_to) if arm.yoked_to else None,
+                self.store,
+            )
+        return self._students[name]
+
+    def evaluate(self, arms: list[str]) -> None:
+        for name in arms:
+            arm = self.cell.recipe.arms[name]
+            evaluation(
+                self.cell,
+                name,
+                self.student(name),
+                self._preparation(arm),
+                self.cell.recipe.leaks_test_labels(arm),
+                self._failures,
+                self.store,
+            )
+
+    def _failures_for(self, data: str) -> FailureSet | None:
+        return self.failures() if data == "train+failures" else None
+
+    def _used(self, teacher_name: str, arms: list[str]) -> bool:
+        return any(self.cell.recipe.arms[arm].teacher == teacher_name for arm in arms)
+
+    def _preparation(self, arm: Arm) -> Cost:
+        """Return what had to be trained before this arm could be: its teachers, and the base for F."""
+        cost, pools = Cost(), {arm.data}
+        if arm.teacher:
+            cost += self.teacher(arm.teacher).cost
+            pools.add(self.cell.recipe.teachers[arm.teacher].data)
+        if "train+failures" in pools:
+            cost += self.base().cost
+        return cost
+
+
+def with_replayed(recipe: Recipe, arms: list[str]) -> list[str]:
+    """Return the arms in the recipe's order, with those that the chosen controls replay."""
+    needed = set(arms) | {recipe.arms[arm].yoked_to for arm in arms}
+    return [arm for arm in recipe.arms if arm in needed]

@@ -1,0 +1,94 @@
+"""Artifacts -> matplotlib Figure, each with a caption that says what to read from it."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from mixval.types import ScoreTable
+
+__all__ = ["arm_intervals", "r_hat_by_lam", "schedule_curves", "training_curves"]
+
+_COLOURS = ("#3b6fb6", "#c8553d", "#4a8f5c", "#8a5fa8", "#b08a2e", "#4d4d4d")
+_QUIET = {"color": "#888888", "linewidth": 0.8}
+
+
+def arm_intervals(
+    names: Sequence[str],
+    means: Sequence[float],
+    half_widths: Sequence[float],
+    highlighted: Sequence[bool],
+    *,
+    label: str = "test accuracy (%)",
+) -> Figure:
+    """Mean and 95 % interval of each arm over seeds; the guided arms stand out."""
+    figure = Figure(figsize=(7.2, 0.3 * len(names) + 0.9), layout="constrained")
+    axes = figure.subplots()
+    for row, (mean, width, strong) in enumerate(zip(means, half_widths, highlighted, strict=True)):
+        width = 0.0 if np.isnan(width) else width
+        colour = _COLOURS[1] if strong else _COLOURS[0]
+        axes.errorbar(mean, row, xerr=width, fmt="o", color=colour, capsize=3, markersize=5)
+    axes.set_yticks(range(len(names)), [name.strip() for name in names])
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    axes.grid(axis="x", alpha=0.3)
+    _plain(axes)
+    return figure
+
+
+def r_hat_by_lam(table: ScoreTable) -> Figure:
+    """r_hat of each probed mix against lambda: above zero it conflicts with the failures."""
+    figure = Figure(figsize=(7.2, 3.0), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for sign, colour, name in ((1, _COLOURS[1], "r̂ > 0: excluded"), (-1, _COLOURS[0], "r̂ ≤ 0: kept")):
+        chosen = (table.r_hat > 0) == (sign > 0)
+        left.scatter(
+            table.lam[chosen], table.r_hat[chosen], s=5, alpha=0.5, color=colour, label=name
+        )
+    left.axhline(0, **_QUIET)
+    left.set(xlabel="λ", ylabel="r̂", xlim=(0, 1))
+    left.legend(fontsize=8, markerscale=2)
+    bins = np.linspace(0, 1, 11)
+    middle = (bins[1:] + bins[:-1]) / 2
+    which = np.clip(np.digitize(table.lam, bins) - 1, 0, 9)
+    kept = [np.mean(table.r_hat[which == k] <= 0) if (which == k).any() else np.nan for k in range(10)]
+    right.bar(middle, kept, width=0.08, color=_COLOURS[0])
+    right.set(xlabel="λ", ylabel="share kept (r̂ ≤ 0)", xlim=(0, 1), ylim=(0, 1))
+    for axes in (left, right):
+        _plain(axes)
+    return figure
+
+
+def schedule_curves(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Figure:
+    """Alpha over training, by schedule: high alpha mixes strongly, 0 not at all."""
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for index, (name, (progress, alpha)) in enumerate(curves.items()):
+        style = ("-", "--")[index // len(_COLOURS) % 2]
+        axes.plot(progress, alpha, style, color=_COLOURS[index % len(_COLOURS)], label=name)
+    axes.set(xlabel="progress of training", ylabel="α of Beta(α, α)", xlim=(0, 1))
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_yticks([0, 0.5, 1, 2, 5, 10], ["0", "0.5", "1", "2", "5", "10"])
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9, ncols=2)
+    _plain(axes)
+    return figure
+
+
+def training_curves(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, label: str
+) -> Figure:
+    """A quantity over epochs, one line per arm, on data that nothing trains on."""
+    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for index, (name, (epochs, values)) in enumerate(curves.items()):
+        axes.plot(epochs, values, color=_COLOURS[index % len(_COLOURS)], label=name.strip())
+    axes.set(xlabel="epoch", ylabel=label)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    _plain(axes)
+    return figure
+
+
+def _plain(axes: object) -> None:
+    axes.spines[["top", "right"]].set_visible(False)  # type: ignore[attr-defined]

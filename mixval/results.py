@@ -1,0 +1,121 @@
+"""What a run found: arms × seeds × panels, read from its store without torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mixval.compare import Interval, mean_interval, paired_difference, verdict
+from mixval.recipe import Recipe
+from mixval.store import Store
+
+METRICS = ("accuracy", "nll", "ece")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm of one panel, over its seeds."""
+
+    panel: str
+    arm: str
+    title: str
+    n: int
+    accuracy: Interval
+    nll: Interval
+    ece: Interval
+    control: str | None  # the arm it is compared with
+    differences: dict[str, Interval] | None  # to the control, by metric
+    kept: float
+    steps: float
+    forwards: float
+    seconds: float
+    preparation: float  # seconds of base and teachers that this arm needs
+    leaks_test_labels: bool
+
+
+@dataclass(frozen=True)
+class Results:
+    """Every finished evaluation of a run."""
+
+    recipe: Recipe
+    facts: list[dict[str, Any]]
+
+    @staticmethod
+    def read(recipe: Recipe, store: Store) -> "Results":
+        return Results(recipe, [facts for _, facts in store.finished("*/seed-*/results/*")])
+
+    def seeds(self) -> list[int]:
+        return sorted({fact["seed"] for fact in self.facts})
+
+    def panels(self) -> list[str]:
+        """Return the panels that have results, in the recipe's order."""
+        return [p for p in self.recipe.panels if any(f["panel"] == p for f in self.facts)]
+
+    def values(self, panel: str, arm: str, metric: str = "accuracy") -> dict[int, float]:
+        """Return the metric by seed."""
+        return {
+            fact["seed"]: fact[metric]
+            for fact in self.facts
+            if fact["panel"] == panel and fact["arm"] == arm
+        }
+
+    def rows(self, panel: str) -> list[Row]:
+        """Return the arms that have results, in the recipe's order."""
+        arms = [arm for arm in self.recipe.arms if self.values(panel, arm)]
+        return [self._row(panel, arm) for arm in arms]
+
+    def verdicts(self, panel: str) -> list[str]:
+        """Return a sentence for each guided arm whose teacher may be right or wrong."""
+        return [self._verdict(panel, arm) for arm in self._judged(panel)]
+
+    def _judged(self, panel: str) -> Iterator[str]:
+        for name, arm in self.recipe.arms.items():
+            judged = arm.is_guided and arm.filter.name != "positive"
+            if judged and self.values(panel, name):
+                yield name
+
+    def _verdict(self, panel: str, name: str) -> str:
+        arm, arms = self.recipe.arms[name], self.recipe.arms
+        mine = self.values(panel, name)
+        controls: dict[bool, Interval | None] = {False: None, True: None}
+        for other, settings in arms.items():
+            if settings.yoked_to == name:
+                within = settings.filter.parameters["within_lam_deciles"]
+                controls[within] = paired_difference(mine, self.values(panel, other))
+        same = None
+        teacher = self.recipe.teachers[arm.teacher or ""]
+        if teacher.data != "train":
+            for other, settings in arms.items():
+                if settings.data == teacher.data and settings.alpha == arm.alpha and not settings.teacher:
+                    same = paired_difference(mine, self.values(panel, other))
+        sentence = verdict(arm.title or name, controls[False], controls[True], same)
+        leak = " Its numbers leak test labels." if self.recipe.leaks_test_labels(arm) else ""
+        return sentence + leak
+
+    def _row(self, panel: str, arm: str) -> Row:
+        facts = [f for f in self.facts if f["panel"] == panel and f["arm"] == arm]
+        control = self.recipe.arms[arm].control
+        differences = {}
+        if control is not None:
+            for metric in METRICS:
+                mine, theirs = (self.values(panel, name, metric) for name in (arm, control))
+                if (difference := paired_difference(mine, theirs)) is not None:
+                    differences[metric] = difference
+
+        def mean(read: Any) -> float:
+            return mean_interval([read(fact) for fact in facts]).mean
+
+        return Row(
+            panel=panel,
+            arm=arm,
+            title=self.recipe.arms[arm].title or arm,
+            n=len(facts),
+            **{m: mean_interval(list(self.values(panel, arm, m).values())) for m in METRICS},
+            control=control,
+            differences=differences or None,
+            kept=mean(lambda fact: fact["kept"]),
+            steps=mean(lambda fact: fact["cost"]["steps"]),
+            forwards=mean(lambda fact: fact["cost"]["forwards"]),
+            seconds=mean(lambda fact: fact["cost"]["seconds"]),
+            preparation=mean(lambda fact: fact["preparation"]["seconds"]),
+            leaks_test_labels=any(fact["leaks_test_labels"] for fact in facts),
+        )

@@ -1,0 +1,47 @@
+"""ScoreTable <-> parquet: one file per part, with page checksums and the provenance inside."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mixval.errors import UserError
+from mixval.types import ScoreTable
+
+_PROVENANCE = b"mixval"
+
+
+def write_scores(path: Path, table: ScoreTable) -> None:
+    columns = {name: getattr(table, name) for name in ScoreTable.columns()}
+    provenance = {_PROVENANCE: json.dumps(table.provenance, sort_keys=True).encode()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(
+        pa.table(columns).replace_schema_metadata(provenance),
+        path,
+        compression="zstd",
+        write_page_checksum=True,
+    )
+
+
+def read_scores(path: Path) -> ScoreTable:
+    """Return the scores of one part, or of every part in a folder."""
+    if path.is_dir():
+        return ScoreTable.join(map(read_scores, sorted(path.glob("part-*.parquet"))))
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+        provenance = json.loads((table.schema.metadata or {})[_PROVENANCE])
+        columns = {name: np.asarray(table[name]) for name in ScoreTable.columns()}
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: not a readable table of scores ({error})") from error
+    return ScoreTable(**columns, provenance=provenance)
+
+
+def check_provenance(table: ScoreTable, expected: dict[str, str]) -> None:
+    """Refuse to join scores to data, plans or networks other than those they were made with."""
+    for what, value in expected.items():
+        if table.provenance.get(what) != value:
+            raise UserError(
+                f"scores: made with another {what} ({table.provenance.get(what)}, not {value}); score again"
+            )

@@ -1,0 +1,1 @@
+"""The stages of a run: functions (cell, inputs, store) -> noun."""

@@ -1,0 +1,86 @@
+"""One panel and one seed of a run: what every stage of it needs to know."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mixval import choose
+from mixval.datasets import load_splits
+from mixval.engine import Engine
+from mixval.errors import UserError
+from mixval.mixing import RowMaker
+from mixval.recipe import Data, Recipe
+from mixval.store import Artifact, Store
+from mixval.training import Watch
+from mixval.types import FailureSet, Part, Splits
+
+FORMAT = 1  # of what stages write; raise it when older artifacts must not be used again
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A panel and a seed. `splits` are the same for every stage of the cell."""
+
+    recipe: Recipe
+    panel: str
+    seed: int
+    engine: Engine
+    watch: Watch = Watch()
+
+    @property
+    def data(self) -> Data:
+        return self.recipe.data_of(self.panel)
+
+    @cached_property
+    def splits(self) -> Splits:
+        data = self.data
+        source = choose.pick("datasets", data.source.name, data.source.parameters)()
+        splits = load_splits(
+            source,
+            seed=self.seed,
+            train=data.train,
+            val_f=data.val_f,
+            val_dev=data.val_dev,
+            label_noise=data.label_noise,
+        )
+        if self.recipe.training.batch_size > len(splits.train):
+            raise UserError(
+                f"training.batch_size: must be at most the {len(splits.train)} train samples, "
+                f"got {self.recipe.training.batch_size}"
+            )
+        return splits
+
+    @cached_property
+    def data_fingerprint(self) -> str:
+        return self.splits.fingerprint
+
+    def pool(self, data: str, failures: FailureSet | None) -> Part:
+        """Return what `data` names: train alone, or joined with samples from outside it."""
+        splits = self.splits
+        if data == "train":
+            return splits.train
+        if data == "train+val_f":
+            return Part.join([splits.train, splits.val_f])
+        if data == "train+test":
+            return Part.join([splits.train, splits.test])
+        assert failures is not None
+        found = getattr(splits, failures.split).with_ids(torch.from_numpy(failures.query))
+        return Part.join([splits.train, found])
+
+    def rows(self, part: Part) -> RowMaker:
+        """Return the maker of unaugmented rows of a part, on the engine's device."""
+        device, splits = self.engine.device, self.splits
+        return RowMaker(
+            part.to(device), splits.num_classes, splits.mean.to(device), splits.std.to(device)
+        )
+
+    def artifact(self, store: Store, *place: str, made_from: dict[str, Any]) -> Artifact:
+        common = {
+            "format": FORMAT,
+            "data": self.data_fingerprint,
+            "seed": self.seed,
+            "engine": self.engine.described,
+        }
+        return Artifact(store.place(self.panel, self.seed, *place), {**common, **made_from})

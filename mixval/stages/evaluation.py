@@ -1,0 +1,60 @@
+"""The only stage that reads the labels of the test split, unless a setting says otherwise."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from mixval.evaluation import accuracy_and_nll, calibration_error, predict
+from mixval.stages.cell import Cell
+from mixval.stages.network import Network
+from mixval.store import Store
+from mixval.training import Cost
+from mixval.types import FailureSet
+
+
+def evaluation(
+    cell: Cell,
+    name: str,
+    network: Network,
+    preparation: Cost,
+    leaks_test_labels: bool,
+    failures: FailureSet | None,
+    store: Store,
+) -> dict[str, Any]:
+    """Return accuracy, NLL and ECE of the last epoch on test, and what the network cost."""
+    test = cell.splits.test
+    artifact = cell.artifact(
+        store,
+        "results",
+        name,
+        made_from={"network": network.fingerprint, "test": test.fingerprint},
+    )
+    facts = artifact.facts()
+    if facts is not None:
+        return facts
+    rows = cell.rows(test)
+    log_probs = predict(network.model, rows)
+    accuracy, nll = accuracy_and_nll(log_probs, rows.part.labels)
+    facts = {
+        "panel": cell.panel,
+        "seed": cell.seed,
+        "arm": name,
+        "accuracy": accuracy,
+        "nll": nll,
+        "ece": calibration_error(log_probs, rows.part.labels),
+        "kept": _kept(network),
+        "leaks_test_labels": leaks_test_labels,
+        "cost": asdict(network.cost),
+        "preparation": asdict(preparation),
+    }
+    if failures is not None and len(failures.holdout):
+        split = getattr(cell.splits, failures.split)
+        held = cell.rows(split.with_ids(torch.from_numpy(failures.holdout)))
+        facts["holdout_accuracy"] = accuracy_and_nll(predict(network.model, held), held.part.labels)[0]
+    artifact.finish(facts)
+    return facts
+
+
+def _kept(network: Network) -> float:
+    return 1.0 if network.record is None else float(network.record.mixed.float().mean())

@@ -1,0 +1,50 @@
+"""F, what the base network fails."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mixval import choose
+from mixval.evaluation import predict
+from mixval.seeding import generator
+from mixval.stages.cell import Cell
+from mixval.stages.network import Network
+from mixval.store import Store
+from mixval.types import FailureSet
+
+
+def failures(cell: Cell, base: Network, store: Store) -> FailureSet:
+    """Return the samples that the base network fails, divided into query and hold-out."""
+    settings = cell.recipe.failures
+    part = cell.splits.val_f if settings.split == "val_f" else cell.splits.test
+    artifact = cell.artifact(
+        store,
+        "failures",
+        made_from={
+            "settings": settings.model_dump(mode="json"),
+            "base": base.fingerprint,
+            "examined": part.fingerprint,
+        },
+    )
+    if artifact.facts() is None:
+        rows = cell.rows(part)
+        rule = choose.pick("failure_rules", settings.rule.name, settings.rule.parameters)
+        failing = rule(predict(base.model, rows), rows.part.labels).cpu().numpy()
+        ids = generator(cell.seed, "failures").permutation(part.ids.numpy()[failing])
+        held = round(settings.holdout * len(ids))
+        use = np.where(np.arange(len(ids)) < held, "holdout", "query")
+        pq.write_table(
+            pa.table({"id": ids, "use": use.tolist()}),
+            artifact.path("failures.parquet"),
+            write_page_checksum=True,
+        )
+        artifact.finish({"found": len(ids)})
+    table = pq.read_table(artifact.path("failures.parquet")).to_pydict()
+    ids, use = np.array(table["id"], dtype=np.int64), np.array(table["use"])
+    return FailureSet(
+        query=np.sort(ids[use == "query"]),
+        holdout=np.sort(ids[use == "holdout"]),
+        rule=settings.rule.name,
+        split=settings.split,
+        examined=len(part),
+    )

@@ -1,0 +1,120 @@
+"""Train a network or take it from the store: what base, teacher and student have in common."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mixval.checkpoints import Checkpoints, load_weights, save_weights
+from mixval.errors import UserError
+from mixval.external import check_external, described
+from mixval.guidance import Record
+from mixval.recipe import Learner, Teacher
+from mixval.stages.cell import Cell
+from mixval.store import Artifact, Store
+from mixval.training import Cost, Job, Trained, build_model, train
+from mixval.types import FailureSet
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A trained network, what it cost, and the fingerprint of all it was made from."""
+
+    model: nn.Module
+    cost: Cost
+    fingerprint: str
+    record: Record | None = None
+
+
+def learn(
+    cell: Cell,
+    learner: Learner,
+    place: tuple[str, ...],
+    store: Store,
+    *,
+    stream: str,
+    failures: FailureSet | None = None,
+    extra: dict[str, Any] | None = None,
+    make_job: Callable[[Job, Artifact], Job] = lambda job, artifact: job,
+) -> Network:
+    """Return the learner's network: from the store if it is there, else trained and stored.
+
+    `extra` is what else decides the weights (a teacher, a replayed run), by fingerprint;
+    `make_job` adds it to the job.
+    """
+    recipe = cell.recipe
+    job = Job(
+        learner=learner,
+        training=recipe.training,
+        model=recipe.model_of(learner),
+        epochs=recipe.epochs_of(learner),
+        part=cell.pool(learner.data, failures),
+        splits=cell.splits,
+        seed=cell.seed,
+        stream=stream,
+    )
+    made_from = {
+        "settings": learner.model_dump(mode="json", exclude={"title", "control", "weights"}),
+        "training": recipe.training.model_dump(mode="json"),
+        "model": job.model.model_dump(mode="json"),
+        "training data": job.part.fingerprint,
+        **(extra or {}),
+    }
+    artifact = cell.artifact(store, *place, made_from=made_from)
+    facts = artifact.facts()
+    if facts is not None:
+        cell.watch.on_steps(facts["cost"]["steps"])
+        log.info("%s: reused", artifact.name)
+        return _load(cell, job, artifact, facts)
+    checkpoints = Checkpoints(artifact.path("checkpoints"))
+    trained = train(make_job(job, artifact), cell.engine, checkpoints, cell.watch)
+    _save(cell, job, artifact, trained)
+    checkpoints.clear()
+    return Network(trained.model, trained.cost, artifact.fingerprint, trained.record)
+
+
+def load_external(cell: Cell, place: str, teacher: Teacher) -> Network:
+    """Return a finished network from a file, after checking that it fits this data and model."""
+    path = Path(teacher.weights or "")
+    facts = check_external(cell.recipe, place, teacher)
+    if facts["classes"] != str(cell.splits.num_classes):
+        raise UserError(
+            f"{place}.weights: {path} has {facts['classes']} classes, "
+            f"the data has {cell.splits.num_classes}; give a teacher of the same classes"
+        )
+    choice = cell.recipe.model_of(teacher)
+    model = build_model(choice, cell.splits, cell.seed, "teacher").to(cell.engine.device)
+    try:
+        model.load_state_dict(load_weights(path))
+    except RuntimeError as error:
+        raise UserError(f"{place}.weights: {path} does not fit {choice.name}: {error}") from error
+    return Network(model.eval(), Cost(), facts["fingerprint"])
+
+
+def _save(cell: Cell, job: Job, artifact: Artifact, trained: Trained) -> None:
+    header = {
+        "dataset": cell.data.source.name,
+        "classes": str(cell.splits.num_classes),
+        "model": described(job.model),
+        "fingerprint": artifact.fingerprint,
+    }
+    save_weights(artifact.path("weights.safetensors"), trained.model.state_dict(), header)
+    if trained.record is not None:
+        save_weights(artifact.path("record.safetensors"), asdict(trained.record), {})
+    lines = "".join(json.dumps(row) + "\n" for row in trained.metrics)
+    artifact.path("metrics.jsonl").write_text(lines)
+    artifact.finish({"cost": asdict(trained.cost)})
+
+
+def _load(cell: Cell, job: Job, artifact: Artifact, facts: dict[str, Any]) -> Network:
+    model = build_model(job.model, job.splits, job.seed, job.stream).to(cell.engine.device)
+    model.load_state_dict(load_weights(artifact.folder / "weights.safetensors"))
+    record = artifact.folder / "record.safetensors"
+    replay = Record(**load_weights(record)) if record.is_file() else None
+    return Network(model.eval(), Cost(**facts["cost"]), artifact.fingerprint, replay)

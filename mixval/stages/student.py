@@ -1,0 +1,111 @@
+"""The network that is guided, from scratch."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
+
+from mixval import choose
+from mixval.guidance import Guidance
+from mixval.recipe import Arm, epoch_of
+from mixval.posteriors import point
+from mixval.rhat import Scorer
+from mixval.score_store import write_scores
+from mixval.stages.cell import Cell
+from mixval.stages.network import Network, learn
+from mixval.stages.scores import probe_plan, probe_provenance, score_plan
+from mixval.stages.teacher import TeacherSet
+from mixval.store import Artifact, Store
+from mixval.training import Job
+from mixval.types import FailureSet
+
+
+def student(
+    cell: Cell,
+    name: str,
+    failures: FailureSet | None,
+    teacher: TeacherSet | None,
+    replayed: Network | None,
+    store: Store,
+) -> Network:
+    """Return the student of the arm `name`, guided by `teacher` or replaying another arm."""
+    arm = cell.recipe.arms[name]
+    extra = {}
+    if teacher is not None:
+        extra["teacher"] = teacher.fingerprint
+        extra["score"] = cell.recipe.scores.loss.model_dump(mode="json")
+    if replayed is not None:
+        extra["replayed"] = replayed.fingerprint
+
+    def guided(job: Job, artifact: Artifact) -> Job:
+        return replace(
+            job,
+            guidance=_guidance(cell, arm, teacher, replayed),
+            excluded=arm.excluded,
+            folds=None if teacher is None else teacher.folds,
+            after_epoch=_probe(cell, teacher, artifact),
+        )
+
+    return learn(
+        cell,
+        arm,
+        ("students", name),
+        store,
+        stream="student",
+        failures=failures,
+        extra=extra,
+        make_job=guided,
+    )
+
+
+def _guidance(
+    cell: Cell, arm: Arm, teacher: TeacherSet | None, replayed: Network | None
+) -> Guidance | None:
+    if teacher is None and replayed is None:
+        return None
+    until = arm.guide_until
+    overtakes = until == "overtake" and teacher is not None
+    scorer = None
+    if teacher is not None and _asks_teacher(arm):
+        loss = cell.recipe.scores.loss
+        scorer = Scorer(teacher.posterior, choose.pick("losses", loss.name, loss.parameters))
+    return Guidance(
+        policy=choose.pick("filter_policies", arm.filter.name, arm.filter.parameters),
+        scorer=scorer,
+        num_teachers=0 if scorer is None else 1,
+        filters_clean=arm.clean == "filtered",
+        relabels=arm.excluded == "relabel",
+        refill_draws=arm.refill_draws if arm.excluded == "refill" else 0,
+        replay=None if replayed is None else replayed.record,
+        until=epoch_of(until, cell.recipe.epochs_of(arm)) if isinstance(until, int | float) else None,
+        overtake=teacher.dev_accuracy(cell) if overtakes and teacher is not None else None,
+        fade=arm.guide_fade,
+    )
+
+
+def _probe(
+    cell: Cell, teacher: TeacherSet | None, artifact: Artifact
+) -> Callable[[int, nn.Module], None] | None:
+    """Return what scores the probe plan again after the epochs that the recipe names."""
+    settings = cell.recipe.scores
+    if teacher is None or not settings.epochs or settings.rows == 0:
+        return None
+    plan = probe_plan(cell, teacher)
+
+    def score(epochs_done: int, model: nn.Module) -> None:
+        if epochs_done not in settings.epochs:
+            return
+        frozen = copy.deepcopy(model)  # a posterior freezes its network; the student goes on
+        table = score_plan(cell, plan, teacher, point([frozen]), epochs_done)
+        base = f"{artifact.fingerprint}, epoch {epochs_done}"
+        provenance = probe_provenance(cell, plan, teacher, base)
+        path = artifact.path(f"part-{epochs_done:04d}.parquet")
+        write_scores(path, replace(table, provenance=provenance))
+
+    return score
+
+
+def _asks_teacher(arm: Arm) -> bool:
+    """Whether any decision of the arm depends on r_hat or on the teacher's prediction."""
+    return arm.is_guided or arm.excluded == "relabel"

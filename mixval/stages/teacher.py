@@ -1,0 +1,77 @@
+"""The networks that stand for p(theta | D, F)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import numpy as np
+
+from mixval import posteriors
+from mixval.evaluation import accuracy_and_nll, predict
+from mixval.fingerprints import fingerprint
+from mixval.mixing import assign_folds
+from mixval.stages.cell import Cell
+from mixval.stages.network import Network, learn, load_external
+from mixval.store import Artifact, Store
+from mixval.training import Cost, Job
+from mixval.types import FailureSet, Ints, Posterior
+
+
+@dataclass(frozen=True)
+class TeacherSet:
+    """One teacher, or one for each fold."""
+
+    networks: Sequence[Network]
+    folds: Ints | None  # (N,) of the train samples
+
+    @cached_property
+    def posterior(self) -> Posterior:
+        models = [network.model for network in self.networks]
+        return posteriors.point(models) if self.folds is None else posteriors.out_of_fold(models)
+
+    @property
+    def cost(self) -> Cost:
+        return sum((network.cost for network in self.networks), Cost())
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint([network.fingerprint for network in self.networks])
+
+    def dev_accuracy(self, cell: Cell) -> float:
+        """Return the accuracy on val_dev, on average over folds."""
+        rows = cell.rows(cell.splits.val_dev)
+        every = [predict(network.model, rows) for network in self.networks]
+        return float(np.mean([accuracy_and_nll(p, rows.part.labels)[0] for p in every]))
+
+
+def teacher(cell: Cell, name: str, failures: FailureSet | None, store: Store) -> TeacherSet:
+    """Return the teacher `name`: trained, reused, or taken from the file it names."""
+    settings = cell.recipe.teachers[name]
+    if settings.weights is not None:
+        return TeacherSet([load_external(cell, f"teachers.{name}", settings)], None)
+    place = ("teachers", name)
+    if settings.folds == 1:
+        network = learn(cell, settings, place, store, stream="teacher", failures=failures)
+        return TeacherSet([network], None)
+    folds = assign_folds(cell.seed, len(cell.splits.train), settings.folds)
+    networks = [
+        learn(
+            cell,
+            settings,
+            (*place, f"fold-{fold}"),
+            store,
+            stream=f"teacher/fold-{fold}",
+            failures=failures,
+            extra={"without fold": fold},
+            make_job=partial(_without, folds, fold),
+        )
+        for fold in range(settings.folds)
+    ]
+    return TeacherSet(networks, folds)
+
+
+def _without(folds: Ints, fold: int, job: Job, artifact: Artifact) -> Job:
+    """Take the fold's train samples out; what was joined to train stays."""
+    stays = np.ones(len(job.part), dtype=bool)
+    stays[: len(folds)] = folds != fold
+    return replace(job, part=job.part.take(np.flatnonzero(stays)))

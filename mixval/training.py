@@ -1,0 +1,379 @@
+"""The only training loop: base, teachers and students all go through it.
+
+An epoch is a plan; a step is a slice of it. Order, partners, lambda, augmentation and
+dropout are pure functions of (seed, epoch, step), so a state of weights, optimiser and
+counters is all that a resume needs to go on bit by bit.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mixval import choose
+from mixval.augmentations import draw_uniforms
+from mixval.checkpoints import Checkpoints
+from mixval.engine import Engine
+from mixval.errors import Interrupted
+from mixval.evaluation import accuracy_and_nll, predict
+from mixval.guidance import Guidance, Record
+from mixval.mixing import RowMaker, draw_plan
+from mixval.objectives import Objective, Weights
+from mixval.recipe import Choice, Learner, Training, alpha_at
+from mixval.seeding import generator, seed_torch, torch_seed, torch_stream
+from mixval.types import Batch, Ints, MixPlan, Part, Splits
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that decides the weights of one network."""
+
+    learner: Learner
+    training: Training
+    model: Choice
+    epochs: int
+    part: Part  # what it is trained on
+    splits: Splits
+    seed: int
+    stream: str  # networks of one stream share initial weights, order, partners and lambdas
+    guidance: Guidance | None = None
+    excluded: str = "drop"
+    folds: Ints | None = None  # (N,) folds of `part` for out-of-fold teachers
+    after_epoch: Callable[[int, nn.Module], None] | None = None  # epochs done, the network
+
+
+@dataclass
+class Cost:
+    """What a network cost. A forward pass is one sample through one network."""
+
+    steps: int = 0
+    forwards: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.steps + other.steps, self.forwards + other.forwards, self.seconds + other.seconds
+        )
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How the outside follows a training and asks it to stop."""
+
+    should_stop: Callable[[], bool] = lambda: False
+    on_steps: Callable[[int], None] = lambda steps: None
+    checkpoint_seconds: float = 60.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    model: nn.Module
+    metrics: list[dict[str, Any]]
+    record: Record | None
+    cost: Cost
+
+
+@dataclass
+class _State:
+    """Where a training stands; with the weights and the optimiser, all that a resume needs."""
+
+    epoch: int = 0
+    step: int = 0  # within the epoch
+    stopped_at: int | None = None  # epoch where guidance stopped because the student overtook
+    cost: Cost = field(default_factory=Cost)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    totals: list[float] = field(default_factory=lambda: [0.0] * 4)  # loss, hits, kept, rows
+
+
+def build_model(model: Choice, splits: Splits, seed: int, stream: str) -> nn.Module:
+    """Return the network with its initial weights, the same for every use of the stream."""
+    with torch_stream(seed, f"{stream}/weights"):
+        build = choose.pick("models", model.name, model.parameters)
+        network: nn.Module = build(splits.image_shape, splits.num_classes)
+    return network
+
+
+def train(job: Job, engine: Engine, checkpoints: Checkpoints | None, watch: Watch) -> Trained:
+    """Train a network from scratch, or from its last checkpoint, to the last epoch."""
+    return _Loop(job, engine, checkpoints, watch).run()
+
+
+class _Loop:
+    def __init__(
+        self, job: Job, engine: Engine, checkpoints: Checkpoints | None, watch: Watch
+    ) -> None:
+        self.job, self.watch, self.checkpoints = job, watch, checkpoints
+        self.device = engine.device
+        self.model = build_model(job.model, job.splits, job.seed, job.stream).to(self.device)
+        self.train_rows = self._maker(job.part, augmented=True)
+        self.dev_rows = self._maker(job.splits.val_dev)
+        self.objective = self._objective()
+        self.steps_per_epoch = -(-len(job.part) // job.training.batch_size)
+        self.optimiser, self.schedule = self._optimiser()
+        self.record = None if job.guidance is None else Record.blank(job.epochs, len(job.part))
+        self.state = _State()
+        self.started = self.saved = time.monotonic()
+
+    # -- the loop ---------------------------------------------------------------------
+
+    def run(self) -> Trained:
+        self._resume()
+        while self.state.epoch < self.job.epochs:
+            self._epoch()
+        self.state.cost.seconds += time.monotonic() - self.started
+        return Trained(self.model.eval(), self.state.metrics, self.record, self.state.cost)
+
+    def _epoch(self) -> None:
+        job, state = self.job, self.state
+        alpha = alpha_at(job.learner, state.epoch, job.epochs)
+        plan = self._plan(alpha, draw=0)
+        uniforms = None
+        if self.train_rows.augment is not None:
+            uniforms = draw_uniforms(job.seed, state.epoch, len(job.part)).to(self.device)
+        for step in range(state.step, self.steps_per_epoch):
+            size = job.training.batch_size
+            self._step(plan, slice(step * size, (step + 1) * size), uniforms)
+            state.step = step + 1
+            if state.step < self.steps_per_epoch:
+                self._maybe_stop()
+        self._end_epoch(alpha)
+        self._maybe_stop()
+
+    def _step(self, plan: MixPlan, rows: slice, uniforms: Tensor | None) -> None:
+        job, state = self.job, self.state
+        update = state.epoch * self.steps_per_epoch + state.step
+        self.schedule.step_update(update)
+        # Seeding each step makes dropout a pure function of the step, too.
+        forward_seed = torch_seed(job.seed, f"{job.stream}/forward", state.epoch, state.step)
+        seed_torch(forward_seed, self.device)
+        self.model.train()
+        step_plan = self._refilled(plan, rows, uniforms)
+        batches = [self.train_rows.batch(part, uniforms) for part in self._micro(step_plan)]
+        single = len(batches) == 1
+        logits = [self._logits(batches[0])] if single else None
+        weights = self._weights(batches, logits, rows)
+        size = self.objective.step_size(batches, weights)
+        self.optimiser.zero_grad(set_to_none=True)
+        for batch, weight in zip(batches, weights, strict=True):
+            outputs = logits[0] if logits is not None else self._logits(batch)
+            loss = self.objective(outputs, batch, weight, size)
+            loss.backward()
+            self._count(loss, outputs, batch, weight)
+        self.optimiser.step()
+        state.cost.steps += 1
+
+    def _weights(
+        self,
+        batches: list[Batch],
+        logits: list[tuple[Tensor | None, Tensor | None]] | None,
+        rows: slice,
+    ) -> list[Weights]:
+        guidance, state = self.job.guidance, self.state
+        ones = [torch.ones(len(batch.clean), device=self.device) for batch in batches]
+        if guidance is None or batches[0].mixed is None:
+            return [Weights(one, one) for one in ones]
+        faded = guidance.faded(state.epoch, state.stopped_at)
+        if faded == 1.0:
+            return [Weights(one, one) for one in ones]
+        if logits is None and guidance.scorer is not None:
+            # Policies see the whole step, so with micro-batches the scores come first,
+            # from a forward pass of their own.
+            with torch.no_grad():
+                logits = [self._logits(batch) for batch in batches]
+        if guidance.scorer is not None:
+            scored = 1 + guidance.filters_clean
+            state.cost.forwards += guidance.num_teachers * scored * sum(map(len, ones))
+        rng = generator(self.job.seed, "filter", state.epoch, state.step)
+        outputs = logits or [(None, None)] * len(batches)
+        weights = guidance.weights(batches, outputs, (state.epoch, rows), rng, faded)
+        assert self.record is not None
+        self.record.mixed[state.epoch, rows] = torch.cat([w.mixed for w in weights]).cpu().half()
+        self.record.clean[state.epoch, rows] = torch.cat([w.clean for w in weights]).cpu().half()
+        return weights
+
+    def _refilled(self, plan: MixPlan, rows: slice, uniforms: Tensor | None) -> MixPlan:
+        """Return the step's rows, excluded mixes exchanged for other draws until all are kept."""
+        guidance, state = self.job.guidance, self.state
+        step_plan = plan.keep(rows)
+        if guidance is None or not guidance.refill_draws or not plan.mixes:
+            return step_plan
+        if guidance.faded(state.epoch, state.stopped_at) == 1.0:
+            return step_plan
+        second, lam = step_plan.second.copy(), step_plan.lam.copy()
+        open_rows = torch.arange(len(step_plan)).numpy()
+        for draw in range(guidance.refill_draws):
+            candidates = (self._plan(plan.alpha, draw) if draw else plan).keep(rows).keep(open_rows)
+            rng = generator(self.job.seed, "refill", state.epoch, state.step, draw)
+            batch = self.train_rows.batch(candidates, uniforms)
+            accepted = guidance.accepts(self.model, batch, rng).cpu().numpy()
+            state.cost.forwards += (1 + guidance.num_teachers) * len(open_rows)
+            second[open_rows[accepted]] = candidates.second[accepted]
+            lam[open_rows[accepted]] = candidates.lam[accepted]
+            open_rows = open_rows[~accepted]
+            if not len(open_rows):
+                break
+        return MixPlan(step_plan.first, second, lam, plan.alpha, plan.epoch)
+
+    def _end_epoch(self, alpha: float) -> None:
+        job, state = self.job, self.state
+        loss, hits, kept, rows = state.totals
+        if not torch.isfinite(torch.tensor(loss)):
+            raise FloatingPointError(
+                f"the loss is not finite in epoch {state.epoch} of {job.stream}; "
+                f"lower training.lr ({job.training.lr}) or look for bad pixels"
+            )
+        row: dict[str, Any] = {
+            "epoch": state.epoch,
+            "alpha": alpha,
+            "lr": self.optimiser.param_groups[0]["lr"],
+            "loss": loss / self.steps_per_epoch,
+            "mixed_accuracy": hits / rows,
+            "kept": kept / rows,
+        }
+        state.epoch, state.step, state.totals = state.epoch + 1, 0, [0.0] * 4
+        if state.epoch % job.training.evaluate_every == 0 or state.epoch == job.epochs:
+            row |= self._evaluate()
+        state.metrics.append(row)
+        if job.after_epoch is not None:
+            job.after_epoch(state.epoch, self.model)
+        self.watch.on_steps(self.steps_per_epoch)
+
+    def _evaluate(self) -> dict[str, float]:
+        clean = self._maker(self.job.part)
+        train = accuracy_and_nll(predict(self.model, clean), clean.part.labels)
+        dev = accuracy_and_nll(predict(self.model, self.dev_rows), self.dev_rows.part.labels)
+        guidance = self.job.guidance
+        if guidance is not None and guidance.overtake is not None:
+            if self.state.stopped_at is None and dev[0] > guidance.overtake:
+                self.state.stopped_at = self.state.epoch
+        names = ("train_accuracy", "train_nll", "val_dev_accuracy", "val_dev_nll")
+        return dict(zip(names, (*train, *dev), strict=True))
+
+    # -- parts ------------------------------------------------------------------------
+
+    def _plan(self, alpha: float, draw: int) -> MixPlan:
+        return draw_plan(
+            seed=self.job.seed,
+            epoch=self.state.epoch,
+            alpha=alpha,
+            num_samples=len(self.job.part),
+            same_lam=self.job.learner.same_lam,
+            derange=self.job.learner.derange,
+            folds=self.job.folds,
+            stream=self.job.stream,
+            draw=draw,
+        )
+
+    def _micro(self, plan: MixPlan) -> list[MixPlan]:
+        count = self.job.training.accumulate
+        if count == 1:
+            return [plan]
+        size = -(-len(plan) // count)
+        return [plan.keep(slice(at, at + size)) for at in range(0, len(plan), size)]
+
+    def _logits(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        outputs = self.objective.logits(self.model, batch)
+        self.state.cost.forwards += sum(len(part) for part in outputs if part is not None)
+        return outputs
+
+    def _count(
+        self,
+        loss: Tensor,
+        outputs: tuple[Tensor | None, Tensor | None],
+        batch: Batch,
+        weights: Weights,
+    ) -> None:
+        clean, mixed = outputs
+        logits = clean if mixed is None else mixed
+        targets = batch.clean_targets if mixed is None else batch.mixed_targets
+        assert logits is not None and targets is not None
+        # Under mixing the accuracy counts lambda: the mass of the label that was hit.
+        hits = targets.gather(1, logits.detach().argmax(1, keepdim=True)).sum()
+        kept = weights.mixed.sum()
+        totals = zip(self.state.totals, (loss.detach(), hits, kept, len(targets)), strict=True)
+        self.state.totals = [total + float(new) for total, new in totals]
+
+    def _objective(self) -> Objective:
+        job, learner = self.job, self.job.learner
+        weigh = choose.pick(
+            "class_weights", job.training.class_weights.name, job.training.class_weights.parameters
+        )
+        weight = weigh(job.part.labels, job.splits.num_classes).to(self.device)
+        return Objective(
+            loss=choose.pick("losses", job.training.loss.name, job.training.loss.parameters),
+            class_weight=None if bool((weight == 1).all()) else weight,
+            clean_weight=learner.clean_weight,
+            mixed_weight=learner.mixed_weight,
+            normalise=learner.normalise,
+            forward=learner.forward,
+            excluded=job.excluded,
+            uses_clean=learner.clean != "none",
+        )
+
+    def _maker(self, part: Part, *, augmented: bool = False) -> RowMaker:
+        job, name = self.job, self.job.training.augmentation.name
+        augment = None
+        if augmented and name != "none":
+            augment = choose.pick("augmentations", name, job.training.augmentation.parameters)
+        return RowMaker(
+            part=part.to(self.device),
+            num_classes=job.splits.num_classes,
+            mean=job.splits.mean.to(self.device),
+            std=job.splits.std.to(self.device),
+            augment=augment,
+            folds=None if job.folds is None else torch.from_numpy(job.folds).to(self.device),
+        )
+
+    def _optimiser(self) -> tuple[torch.optim.Optimizer, Any]:
+        from timm.optim import create_optimizer_v2
+        from timm.scheduler import CosineLRScheduler
+
+        training = self.job.training
+        optimiser = create_optimizer_v2(
+            self.model,
+            opt=training.optimizer,
+            lr=training.lr,
+            weight_decay=training.weight_decay,
+            momentum=training.momentum,
+        )
+        schedule = CosineLRScheduler(
+            optimiser,
+            t_initial=self.job.epochs * self.steps_per_epoch,
+            warmup_t=training.warmup_epochs * self.steps_per_epoch,
+            t_in_epochs=False,
+        )
+        return optimiser, schedule
+
+    # -- stopping and resuming --------------------------------------------------------
+
+    def _maybe_stop(self) -> None:
+        stop = self.watch.should_stop()
+        if stop or time.monotonic() - self.saved > self.watch.checkpoint_seconds:
+            self._save()
+        if stop:
+            raise Interrupted
+
+    def _save(self) -> None:
+        if self.checkpoints is None:
+            return
+        now = time.monotonic()
+        self.state.cost.seconds += now - self.started
+        self.started = self.saved = now
+        record = None if self.record is None else asdict(self.record)
+        state = {"optimiser": self.optimiser.state_dict(), "record": record, **asdict(self.state)}
+        step = self.state.epoch * self.steps_per_epoch + self.state.step
+        self.checkpoints.save(step, self.model.state_dict(), state)
+
+    def _resume(self) -> None:
+        found = self.checkpoints.latest() if self.checkpoints is not None else None
+        if found is None:
+            return
+        tensors, state = found
+        self.model.load_state_dict(tensors)
+        self.optimiser.load_state_dict(state.pop("optimiser"))
+        record = state.pop("record")
+        self.record = None if record is None else Record(**record)
+        self.state = _State(**{**state, "cost": Cost(**state["cost"])})

@@ -1,0 +1,194 @@
+"""The nouns of mixval, frozen. Shapes: S draws, B rows, K classes, N samples."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mixval.fingerprints import array_fingerprint
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Labelled images with ids that stay the same in every split and pool."""
+
+    images: Tensor  # (N, C, H, W) uint8
+    labels: Tensor  # (N,) int64
+    ids: Tensor  # (N,) int64
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, positions: Tensor | Ints) -> "Part":
+        index = torch.as_tensor(positions)
+        return Part(self.images[index], self.labels[index], self.ids[index])
+
+    def with_ids(self, wanted: Tensor) -> "Part":
+        """Return the samples with these ids, in this part's order."""
+        return self.take(torch.isin(self.ids, wanted).nonzero().squeeze(1))
+
+    def to(self, device: torch.device) -> "Part":
+        return Part(self.images.to(device), self.labels.to(device), self.ids)
+
+    @staticmethod
+    def join(parts: Sequence["Part"]) -> "Part":
+        return Part(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Part)))
+
+    @property
+    def fingerprint(self) -> str:
+        return array_fingerprint(self.images.cpu(), self.labels.cpu(), self.ids)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Train, validation in two halves, and test.
+
+    `val_f` is where failures come from and may train teachers; nothing trains on
+    `val_dev`; only the last evaluation reads the labels of `test`.
+    """
+
+    train: Part
+    val_f: Part
+    val_dev: Part
+    test: Part
+    classes: tuple[str, ...]
+    flipped: Tensor  # ids of the train samples whose label was replaced by a wrong one
+    mean: Tensor  # (C, 1, 1) of the train pixels in [0, 1]
+    std: Tensor  # (C, 1, 1)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.train.images.shape[1:]
+        return channels, height, width
+
+    @property
+    def fingerprint(self) -> str:
+        """Everything a stage before the last evaluation may depend on: not the test split."""
+        parts = (self.train, self.val_f, self.val_dev)
+        return "-".join(part.fingerprint for part in parts)
+
+
+@dataclass(frozen=True)
+class MixPlan:
+    """Rows (i, j, lambda) of one epoch: which samples are mixed how, and no pixels.
+
+    `first` and `second` are positions in the training data, `first` the epoch's order.
+    """
+
+    first: Ints
+    second: Ints
+    lam: Floats
+    alpha: float
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether anything is mixed at all: alpha = 0 means it is not."""
+        return self.alpha > 0
+
+    def keep(self, rows: npt.NDArray[Any] | slice) -> "MixPlan":
+        # Take rows of the one drawn sequence; never draw a shorter one. Filtered and
+        # unfiltered students then see the same mixes in the same order, so comparing
+        # them measures the filter and not the luck of a second draw.
+        return replace(self, first=self.first[rows], second=self.second[rows], lam=self.lam[rows])
+
+    @property
+    def fingerprint(self) -> str:
+        return array_fingerprint(self.first, self.second, self.lam)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Clean rows and their mixes; `mixed` and the rest are None where nothing is mixed."""
+
+    clean: Tensor  # (B, C, H, W)
+    clean_targets: Tensor  # (B, K)
+    mixed: Tensor | None = None  # (B, C, H, W)
+    mixed_targets: Tensor | None = None  # (B, K)
+    lam: Tensor | None = None  # (B,)
+    fold: Tensor | None = None  # (B,) in which both parents lie
+
+
+@dataclass(frozen=True)
+class FailureSet:
+    """The samples that the base model fails: by which rule, on which split."""
+
+    query: Ints  # ids that teachers and posteriors may learn from
+    holdout: Ints  # ids kept back, to ask whether unseen failures were repaired
+    rule: str
+    split: str
+    examined: int  # how many samples the rule was applied to
+
+    def __len__(self) -> int:
+        return len(self.query) + len(self.holdout)
+
+
+class Posterior(Protocol):
+    """Inputs -> log-probabilities of S draws, (S, B, K); S = 1 for a point.
+
+    `fold` (B,) says in which fold both parents of a mix lie, for teachers that must not
+    have seen them; everyone else ignores it.
+    """
+
+    def __call__(self, inputs: Tensor, fold: Tensor | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class MixScores:
+    """r_hat of the mixes of one global batch and what it was made of, for a filter policy."""
+
+    r_hat: Tensor  # (B,)
+    updated: Tensor  # (B,) E[H] under p(theta | D, F)
+    base: Tensor  # (B,) E[H] under p(theta | D)
+    lam: Tensor  # (B,)
+    rng: np.random.Generator  # of this step, for policies that choose at random
+    replayed: Tensor | None = None  # (B,) the weights another run gave to these rows
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """Scored rows of plans, with the fingerprints of what they were scored with."""
+
+    epoch: Ints
+    row: Ints  # place in the epoch's plan
+    i: Ints  # ids of the samples, not positions
+    j: Ints
+    lam: Floats
+    label_i: Ints
+    label_j: Ints
+    updated: Floats
+    base: Floats
+    r_hat: Floats
+    std_error: Floats  # Monte-Carlo, over draws; NaN for a single draw
+    kept: Floats  # the weight the row had in training; NaN where it did not train
+    provenance: dict[str, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        return tuple(f.name for f in fields(ScoreTable) if f.name != "provenance")
+
+    @staticmethod
+    def join(tables: Iterable["ScoreTable"]) -> "ScoreTable":
+        tables = list(tables)
+        merged = {
+            name: np.concatenate([getattr(t, name) for t in tables])
+            for name in ScoreTable.columns()
+        }
+        return ScoreTable(**merged, provenance=tables[0].provenance)
