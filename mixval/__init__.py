@@ -1,0 +1,1 @@
+"""Value mixup samples and train on the ones that help."""

@@ -39,7 +39,7 @@ def cosine(progress: float, *, start: NonNegative = 10.0, end: NonNegative = 0.0
 
 def geometric(progress: float, *, start: Positive = 10.0, end: Positive = 0.1) -> float:
     """Return alpha with a constant ratio from epoch to epoch; neither end can be 0."""
-    return start * (end / start) ** progress
+    return float(start * (end / start) ** progress)
 
 
 def exponential(
@@ -93,7 +93,7 @@ def hard(
 def easy_hard_easy(
     progress: float, *, alpha_max: Positive = 10.0, alpha_mid: Positive = 1.0
 ) -> float:
-    """Return alpha rising to alpha_max at half of training and falling again, alpha_mid at the quarters."""
+    """Return alpha rising to alpha_max at half-time and falling; alpha_mid at the quarters."""
     rise = 1 - abs(2 * progress - 1)
     return exponential(rise, start=0.0, middle=alpha_mid, end=alpha_max)
 
@@ -101,7 +101,9 @@ def easy_hard_easy(
 def points(progress: float, *, at: list[float], alpha: list[float]) -> float:
     """Return alpha on straight lines through points given by hand: at = progress, alpha = value."""
     if len(at) != len(alpha) or len(at) < 2:
-        raise ValueError(f"at and alpha need the same length of 2 or more, got {len(at)}, {len(alpha)}")
+        raise ValueError(
+            f"at and alpha need the same length of 2 or more, got {len(at)}, {len(alpha)}"
+        )
     if at[0] != 0 or at[-1] != 1 or sorted(set(at)) != list(at):
         raise ValueError(f"at must rise from 0 to 1, got {at}")
     if min(alpha) < 0:

@@ -32,7 +32,7 @@ def crop_flip(
     images: Tensor, uniforms: Tensor, *, pad: CountOrZero = 4, flip: bool = True
 ) -> Tensor:
     """Shift by up to `pad` pixels (zeros come in), and mirror half of the images."""
-    batch, channels, height, width = images.shape
+    batch, _, height, width = images.shape
     padded = F.pad(images, (pad, pad, pad, pad))
     top, left = (uniforms[:, :2] * (2 * pad + 1)).long().clamp(max=2 * pad).unbind(1)
     rows = top[:, None] + torch.arange(height, device=images.device)

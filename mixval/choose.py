@@ -58,7 +58,9 @@ def option(module: str, name: str) -> Option:
         home, function = name.split(":", 1)
         known = _read(_source(home), exported=False)
         if function not in known:
-            raise UserError(f"{name}: {home} has no function {function!r}; {nearest(function, known)}")
+            raise UserError(
+                f"{name}: {home} has no function {function!r}; {nearest(function, known)}"
+            )
         return known[function]
     known = options(module)
     if name not in known:

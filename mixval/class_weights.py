@@ -25,6 +25,8 @@ def balanced(labels: Tensor, num_classes: int) -> Tensor:
 def given(labels: Tensor, num_classes: int, *, values: list[NonNegative]) -> Tensor:
     """Return these values, scaled to mean 1 over the samples."""
     if len(values) != num_classes:
-        raise ValueError(f"values must name one weight per class ({num_classes}), got {len(values)}")
+        raise ValueError(
+            f"values must name one weight per class ({num_classes}), got {len(values)}"
+        )
     weights = torch.tensor(values)
     return weights / weights[labels.cpu()].mean()

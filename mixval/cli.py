@@ -15,12 +15,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mixval import choose
-from mixval.errors import Interrupted, UserError
+from mixval.errors import UserError, exit_state
 from mixval.recipe import Choice, Recipe, load_recipe, packaged_recipes
 
 VERBS = {
     "the whole job": {
-        "run": "train base, teachers and students, evaluate them with their controls, write the report",
+        "run": "base, teachers, students and their controls, evaluated, with a report",
     },
     "one stage, with what it needs (finished stages are reused)": {
         "base": "train the network whose failures are looked for",
@@ -58,24 +58,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
         command: Callable[[argparse.Namespace, dict[str, Any]], None] = arguments.command
         command(arguments, overrides)
-    except UserError as error:
-        return _fail(str(error), 2, debug)
-    except Interrupted as stop:
-        return _fail(f"{stop}; run the same command again to go on", stop.exit_code, debug)
     except BrokenPipeError:
         return 0
-    except (FloatingPointError, OSError) as error:
-        return _fail(str(error), 1, debug)
-    except Exception as error:
-        advice = "" if debug else "; run again with --debug for the traceback"
-        return _fail(f"{type(error).__name__}: {error}{advice}", 1, debug)
+    except (Exception, KeyboardInterrupt) as error:
+        return _fail(error, debug)
     return 0
 
 
-def _fail(message: str, code: int, debug: bool) -> int:
+def _fail(error: BaseException, debug: bool) -> int:
+    state, code = exit_state(error)
+    message = " ".join(str(error).split())
+    if state == "interrupted":
+        message = f"{message or 'stopped'}; run the same command again to go on"
+    elif not isinstance(error, UserError | FloatingPointError | OSError):
+        message = f"{type(error).__name__}: {message}"
+        message += "" if debug else "; run again with --debug for the traceback"
     if debug:
-        traceback.print_exc()
-    print(f"mixval: {' '.join(message.split())}", file=sys.stderr)
+        traceback.print_exception(error)
+    print(f"mixval: {message}", file=sys.stderr)
     return code
 
 
@@ -157,7 +157,9 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     arguments, rest = parser.parse_known_args(words)
     if arguments.verb is None:
         raise SystemExit(parser.format_help())
-    settings = {key: value for key, value in vars(arguments).items() if "." in key and value is not None}
+    settings = {
+        key: value for key, value in vars(arguments).items() if "." in key and value is not None
+    }
     overrides = {key: _value(value) for key, value in settings.items()}
     if getattr(arguments, "seeds", None):
         overrides["seeds"] = _seeds(arguments.seeds)
@@ -174,21 +176,35 @@ class _Help(argparse.HelpFormatter):
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_run)
-    parser.add_argument("recipe", nargs="?", default="digits", help="packaged recipe or YAML file (default: digits)")
+    parser.add_argument(
+        "recipe", nargs="?", default="digits", help="packaged recipe or YAML file (default: digits)"
+    )
     parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/NAME)")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="only these arms (default: all of the recipe)")
-    parser.add_argument("--panels", nargs="+", metavar="PANEL", help="only these panels (default: all)")
-    parser.add_argument("--seeds", nargs="+", metavar="SEED", help="seeds such as 0 1 2 or 0-9 (default: the recipe's)")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, train one batch, estimate time and disk")
+    parser.add_argument(
+        "--arms", nargs="+", metavar="ARM", help="only these arms (default: all of the recipe)"
+    )
+    parser.add_argument(
+        "--panels", nargs="+", metavar="PANEL", help="only these panels (default: all)"
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        metavar="SEED",
+        help="seeds such as 0 1 2 or 0-9 (default: the recipe's)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, train one batch, estimate time and disk",
+    )
     for section, group, fields in _sections():
         box = parser.add_argument_group(section, group)
         for dotted, field in fields:
             text = f"{field.description or ''} (default: {_default(field)})".replace("%", "%%")
             box.add_argument(f"--{dotted}", dest=dotted, metavar="X", help=text)
-    named = parser.add_argument_group(
-        "named parts", "any other setting by its place, e.g. --arms.guided_failures.filter soft --teachers.train.epochs 80"
+    parser.add_argument_group(
+        "named parts", "by their place, e.g. --arms.all.alpha 2 --teachers.train.epochs 80"
     )
-    del named
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -198,7 +214,9 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_list)
-    parser.add_argument("what", nargs="*", default=None, help="recipes, or a choice module (default: everything)")
+    parser.add_argument(
+        "what", nargs="*", default=None, help="recipes, or a choice module (default: everything)"
+    )
 
 
 _ADD_ARGUMENTS = {"report": _add_report_arguments, "list": _add_list_arguments}
@@ -211,7 +229,11 @@ def _sections() -> Iterator[tuple[str, str, list[tuple[str, FieldInfo]]]]:
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Choice:
             summary = (kind.__doc__ or "").strip().split("\n")[0]
-            yield name, summary, [(f"{name}.{key}", inner) for key, inner in kind.model_fields.items()]
+            yield (
+                name,
+                summary,
+                [(f"{name}.{key}", inner) for key, inner in kind.model_fields.items()],
+            )
         elif kind is Choice:
             plain.append((name, field))
     yield "other", "", plain
@@ -250,6 +272,8 @@ def _seeds(words: list[str]) -> list[int]:
     for word in words:
         first, dash, last = word.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(f"--seeds: must be numbers such as 0 1 2 or a range such as 0-9, got {word!r}")
+            raise UserError(
+                f"--seeds: must be numbers such as 0 1 2 or a range such as 0-9, got {word!r}"
+            )
         seeds += range(int(first), int(last if dash else first) + 1)
     return sorted(set(seeds))

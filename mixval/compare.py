@@ -57,7 +57,7 @@ def paired_difference(arm: Mapping[int, float], control: Mapping[int, float]) ->
 def verdict(
     arm: str, control: Interval | None, lam_control: Interval | None, same_labels: Interval | None
 ) -> str:
-    """Return one sentence: did filtering beat its yoked controls, and the same labels used directly?
+    """Return one sentence: did filtering beat its yoked controls, and the labels used directly?
 
     The differences are in accuracy, arm minus control.
     """

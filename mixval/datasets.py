@@ -34,7 +34,7 @@ def digits() -> Source:
 
 
 def npz(*, path: str) -> Source:
-    """Return arrays of your own: images (N, H, W) or (N, H, W, C) uint8 and labels (N,), optional *_test."""
+    """Return your own arrays: images (N, H, W[, C]) uint8 and labels (N,), also *_test if given."""
     arrays = _read_npz(Path(path))
     train = _part(arrays["images"], arrays["labels"], 0, path)
     test = None
@@ -48,7 +48,9 @@ def npz(*, path: str) -> Source:
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
-        raise UserError(f"data.source.path: no file {str(path)!r}; give an .npz with images and labels")
+        raise UserError(
+            f"data.source.path: no file {str(path)!r}; give an .npz with images and labels"
+        )
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -62,9 +64,13 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
 
 def _part(images: np.ndarray, labels: np.ndarray, first_id: int, path: str) -> Part:
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
-        raise UserError(f"{path}: images must be uint8 (N, H, W) or (N, H, W, C), got {images.dtype} {images.shape}")
+        raise UserError(
+            f"{path}: images must be uint8 (N, H, W[, C]), got {images.dtype} {images.shape}"
+        )
     if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or not len(labels):
-        raise UserError(f"{path}: labels must be integers ({len(images)},), got {labels.dtype} {labels.shape}")
+        raise UserError(
+            f"{path}: labels must be integers ({len(images)},), got {labels.dtype} {labels.shape}"
+        )
     if labels.min() < 0:
         raise UserError(f"{path}: labels must be >= 0, got {labels.min()}")
     pixels = torch.from_numpy(images if images.ndim == 4 else images[..., None])
@@ -75,7 +81,7 @@ def _part(images: np.ndarray, labels: np.ndarray, first_id: int, path: str) -> P
 def load_splits(
     source: Source, *, seed: int, train: int | None, val_f: int, val_dev: int, label_noise: float
 ) -> Splits:
-    """Return the source divided for this seed: class-balanced to within one, noise in train only."""
+    """Return the source divided for this seed: stratified, label noise in train only."""
     rest = np.arange(len(source.train))
     labels = source.train.labels.numpy()
     wanted = val_f + val_dev + (train or 1)
@@ -89,7 +95,8 @@ def load_splits(
         if name == "train" and train is None:
             positions[name], rest = rest, rest[:0]
         else:
-            positions[name], rest = _take_stratified(rng, rest, labels, count or 0)
+            assert count is not None
+            positions[name], rest = _take_stratified(rng, rest, labels, count)
     parts = {name: source.train.take(chosen) for name, chosen in positions.items()}
     noisy, flipped = flip_labels(parts["train"], label_noise, len(source.classes), seed)
     mean, std = _pixel_statistics(noisy.images)
@@ -123,8 +130,8 @@ def _take_stratified(
     by_class = shuffled[labels[shuffled].argsort(kind="stable")]
     # Equal steps through the samples sorted by class take each class in its proportion;
     # the random start decides which classes get the one sample more.
-    places = ((np.arange(count) + rng.random()) * len(by_class) / count).astype(np.int64) if count else []
-    chosen = by_class[np.minimum(places, len(by_class) - 1)]
+    places = (np.arange(count) + rng.random()) * len(by_class) / count
+    chosen = by_class[np.minimum(places.astype(np.int64), len(by_class) - 1)]
     return np.sort(chosen), np.setdiff1d(rest, chosen)
 
 

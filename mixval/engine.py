@@ -27,7 +27,11 @@ def start_engine(device: str, threads: int) -> Engine:
 
 
 def _resolve(device: str) -> str:
-    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    present = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
     if device == "auto":
         return next(name for name in ("cuda", "mps", "cpu") if present[name])
     if not present.get(device.split(":")[0], False):

@@ -8,9 +8,18 @@ class UserError(ValueError):
     """
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818 - it is no error
     """The user or the system asked the run to stop; its state is saved and it can resume."""
 
     def __init__(self, signal_number: int = 2) -> None:
         super().__init__("stopped, everything is saved")
         self.exit_code = 128 + signal_number
+
+
+def exit_state(error: BaseException) -> tuple[str, int]:
+    """Return how a run that ended with `error` is described, and its exit code."""
+    if isinstance(error, Interrupted):
+        return "interrupted", error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    return "failed", 2 if isinstance(error, UserError) else 1

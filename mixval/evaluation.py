@@ -13,7 +13,7 @@ def predict(model: nn.Module, maker: RowMaker, chunk: int = 1000) -> Tensor:
     was_training = model.training
     model.eval()
     positions = torch.arange(len(maker.part), device=maker.part.labels.device)
-    logits = [model(maker.inputs(rows)) for rows in positions.split(chunk)]
+    logits = [model(maker.inputs(rows)) for rows in torch.split(positions, chunk)]
     model.train(was_training)
     return F.log_softmax(torch.cat(logits).float(), dim=-1)
 

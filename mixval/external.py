@@ -9,10 +9,12 @@ from mixval.recipe import Choice, Recipe, Teacher
 
 
 def check_external(recipe: Recipe, place: str, teacher: Teacher) -> dict[str, str]:
-    """Return the facts in the header of a teacher's file; refuse one of another dataset or model."""
+    """Return the facts in the header of a teacher's file; refuse one of other data or model."""
     path = Path(teacher.weights or "")
     if not path.is_file():
-        raise UserError(f"{place}.weights: no file {str(path)!r}; give a weights.safetensors of a run")
+        raise UserError(
+            f"{place}.weights: no file {str(path)!r}; give a weights.safetensors of a run"
+        )
     facts = weight_facts(path)
     wanted = {"dataset": recipe.data.source.name, "model": described(recipe.model_of(teacher))}
     for key, value in wanted.items():

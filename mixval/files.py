@@ -36,7 +36,7 @@ def seal(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def sealed_facts(folder: Path) -> dict[str, Any] | None:
-    """Return the facts of a sealed folder, or None if it is unfinished or damaged (logged by name)."""
+    """Return the facts of a sealed folder; None if unfinished, or damaged (logged by name)."""
     if not (folder / MANIFEST).is_file():
         return None
     try:

@@ -60,7 +60,7 @@ class Guidance:
             replayed = None if self.replay is None else self.replay.clean[rows].float()
             clean = self._decide(torch.ones_like(lam), clean_scores, rng, replayed, faded)
         soft = [s.soft_labels for s in mixed_scores] if self.relabels else [None] * len(batches)
-        parts = zip(mixed.split(sizes), clean.split(sizes), soft, strict=True)
+        parts = zip(torch.split(mixed, sizes), torch.split(clean, sizes), soft, strict=True)
         return [Weights(m, c, s) for m, c, s in parts]
 
     def accepts(self, model: nn.Module, batch: Batch, rng: np.random.Generator) -> Tensor:

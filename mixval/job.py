@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from mixval.environment import environment
-from mixval.errors import Interrupted, UserError
+from mixval.errors import UserError
 from mixval.external import check_external
 from mixval.recipe import Recipe
 from mixval.store import Store
@@ -22,7 +22,7 @@ def run_job(
     dry_run: bool = False,
     command: str = "",
 ) -> Path | None:
-    """Run the recipe up to a stage in the directory `out`; return the report's path, if there is one.
+    """Run the recipe up to a stage in the directory `out`; return the path of its report, if any.
 
     Everything that can be checked without torch is checked first, and nothing is written
     before it is.
@@ -38,9 +38,9 @@ def run_job(
 
     arms = with_replayed(recipe, list(recipe.arms) if arms is None else arms)
     panels = list(recipe.panels) if panels is None else panels
-    cells = len(panels) * len(recipe.seeds)
     if dry_run:
-        print(runner.estimate(recipe, stage, arms, cells))
+        cells = [(panel, seed) for panel in panels for seed in recipe.seeds]
+        print(runner.estimate(recipe, store, stage, arms, cells))
         print("dry run: the recipe is sound, one batch trained, nothing was written")
         return None
     with store.locked():
@@ -49,12 +49,15 @@ def run_job(
         note = {"command": command, "seeds": recipe.seeds, "stage": stage}
         store.write_json("status.json", {**note, "state": "running"})
         try:
-            runner.run_cells(recipe, store, stage, arms, panels, print)
+            reused = runner.run_cells(recipe, store, stage, arms, panels, print)
         except BaseException as error:
-            state = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-            store.write_json("status.json", {**note, "state": state, "cause": str(error)})
+            state, code = exit_state(error)
+            ending = {"state": state, "exit_code": code, "cause": str(error)}
+            store.write_json("status.json", {**note, **ending})
             raise
-        store.write_json("status.json", {**note, "state": "finished"})
+        store.write_json("status.json", {**note, "state": "finished", "exit_code": 0})
+        if reused:
+            print("reused:", ", ".join(f"{count} {kind}" for kind, count in reused.items()))
         if stage != "run":
             print(f"done: {store.root}")
             return None

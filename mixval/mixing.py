@@ -109,9 +109,7 @@ def assign_folds(seed: int, num_samples: int, num_folds: int) -> Ints:
     return folds
 
 
-def _partners(
-    rng: np.random.Generator, first: Ints, derange: bool, folds: Ints | None
-) -> Ints:
+def _partners(rng: np.random.Generator, first: Ints, derange: bool, folds: Ints | None) -> Ints:
     if folds is None:
         return _permuted(rng, first, derange)
     second = np.empty_like(first)

@@ -1,6 +1,7 @@
 """(image shape, number of classes) -> nn.Module. Weights are drawn by torch's generator."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import nn
 
@@ -18,7 +19,7 @@ def mlp(
     channels, height, width = shape
     widths = [channels * height * width, *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
         if dropout:
             layers.append(nn.Dropout(dropout))

@@ -82,7 +82,9 @@ class Objective:
 
     def step_size(self, batches: list[Batch], weights: list[Weights]) -> tuple[Tensor, Tensor]:
         """Return what the clean and the mixed sums of a whole optimiser step are divided by."""
-        clean = sum(self._rows(b.clean_targets, w.clean) for b, w in zip(batches, weights, strict=True))
+        clean = sum(
+            self._rows(b.clean_targets, w.clean) for b, w in zip(batches, weights, strict=True)
+        )
         if batches[0].mixed is None or not self.uses_clean:
             scale = 1
         else:
@@ -94,7 +96,7 @@ class Objective:
         return scale * torch.as_tensor(clean), scale * torch.as_tensor(mixed)
 
     def _rows(self, targets: Tensor | None, weight: Tensor) -> Tensor:
-        """Return the planned (or, if asked for, the kept) number of rows, each with its class weight."""
+        """Return the planned number of rows, or of those kept, each with its class weight."""
         assert targets is not None
         rows = torch.ones_like(weight) if self.class_weight is None else targets @ self.class_weight
         if self.normalise == "kept" and self.excluded == "drop":

@@ -32,7 +32,11 @@ class CellRun:
     def upto(self, stage: str, arms: list[str]) -> None:
         """Run the stages in order up to `stage`; `run` is all of them with the evaluation."""
         recipe = self.cell.recipe
-        wanted = [name for name in recipe.teachers if stage in ("teacher", "score") or self._used(name, arms)]
+        wanted = [
+            name
+            for name in recipe.teachers
+            if stage in ("teacher", "score") or self._used(name, arms)
+        ]
         if stage == "base":
             self.base()
         elif stage == "failures":
@@ -98,7 +102,7 @@ class CellRun:
         return any(self.cell.recipe.arms[arm].teacher == teacher_name for arm in arms)
 
     def _preparation(self, arm: Arm) -> Cost:
-        """Return what had to be trained before this arm could be: its teachers, and the base for F."""
+        """Return what is trained before this arm can be: its teachers, and the base for F."""
         cost, pools = Cost(), {arm.data}
         if arm.teacher:
             cost += self.teacher(arm.teacher).cost

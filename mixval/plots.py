@@ -40,7 +40,10 @@ def r_hat_by_lam(table: ScoreTable) -> Figure:
     """r_hat of each probed mix against lambda: above zero it conflicts with the failures."""
     figure = Figure(figsize=(7.2, 3.0), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    for sign, colour, name in ((1, _COLOURS[1], "r̂ > 0: excluded"), (-1, _COLOURS[0], "r̂ ≤ 0: kept")):
+    for sign, colour, name in (
+        (1, _COLOURS[1], "r̂ > 0: excluded"),
+        (-1, _COLOURS[0], "r̂ ≤ 0: kept"),
+    ):
         chosen = (table.r_hat > 0) == (sign > 0)
         left.scatter(
             table.lam[chosen], table.r_hat[chosen], s=5, alpha=0.5, color=colour, label=name
@@ -51,7 +54,9 @@ def r_hat_by_lam(table: ScoreTable) -> Figure:
     bins = np.linspace(0, 1, 11)
     middle = (bins[1:] + bins[:-1]) / 2
     which = np.clip(np.digitize(table.lam, bins) - 1, 0, 9)
-    kept = [np.mean(table.r_hat[which == k] <= 0) if (which == k).any() else np.nan for k in range(10)]
+    kept = [
+        np.mean(table.r_hat[which == k] <= 0) if (which == k).any() else np.nan for k in range(10)
+    ]
     right.bar(middle, kept, width=0.08, color=_COLOURS[0])
     right.set(xlabel="λ", ylabel="share kept (r̂ ≤ 0)", xlim=(0, 1), ylim=(0, 1))
     for axes in (left, right):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -23,11 +23,14 @@ from mixval.bounds import (
     Seed,
 )
 from mixval.errors import UserError
+from mixval.recipe_errors import one_line
 
 PACKAGED = Path(__file__).parent / "recipes"
 
 
 class Section(BaseModel):
+    """A part of a recipe: frozen, no unknown keys, finite numbers only."""
+
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
     )
@@ -47,7 +50,7 @@ class Choice(BaseModel):
 def _read_choice(module: str, value: Any) -> Any:
     """Turn `easy`, `2.5` (a constant alpha) or `{name: easy, ...}` into a checked Choice."""
     if isinstance(value, Choice):
-        return value
+        value = value.model_dump()
     if module == "alpha_schedules" and isinstance(value, int | float):
         value = {"name": "constant", "value": value}
     if isinstance(value, str):
@@ -60,15 +63,15 @@ def _read_choice(module: str, value: Any) -> Any:
     try:
         checked = option.parameters.model_validate(given)
     except ValidationError as error:
-        raise ValueError(f"{name}: {_one_line(error, option.parameters)}") from error
+        raise ValueError(f"{name}: {one_line(error, option.parameters)}") from error
     return Choice(name=name, **checked.model_dump())
 
 
-def _choice(module: str) -> Any:
-    return Annotated[Choice, BeforeValidator(partial(_read_choice, module))]
+def option_of(module: str) -> BeforeValidator:
+    """Return what checks a Choice against the options of a choice module."""
+    return BeforeValidator(partial(_read_choice, module))
 
 
-AlphaSchedule = _choice("alpha_schedules")
 Moment = Count | InnerFraction  # an epoch, or a share of the training
 Pool = Literal["train", "train+failures", "train+val_f", "train+test"]
 
@@ -76,7 +79,9 @@ Pool = Literal["train", "train+failures", "train+val_f", "train+test"]
 class Data(Section):
     """What is learned from, and how it is divided; drawn anew for every seed."""
 
-    source: _choice("datasets") = Field("digits", description="dataset (mixval list datasets)")
+    source: Annotated[Choice, option_of("datasets")] = Field(
+        Choice(name="digits"), description="dataset (mixval list datasets)"
+    )
     train: Count | None = Field(None, description="train samples; all that are left if not given")
     val_f: Count = Field(200, description="samples where failures come from")
     val_dev: Count = Field(200, description="samples for curves and tuning; nothing trains on them")
@@ -87,16 +92,24 @@ class Training(Section):
     """How every network of the run is trained."""
 
     epochs: Count = Field(60, description="passes over the training data")
-    batch_size: Count = Field(50, description="clean samples per optimiser step, over all processes")
+    batch_size: Count = Field(
+        50, description="clean samples per optimiser step, over all processes"
+    )
     accumulate: Count = Field(1, description="micro-batches per optimiser step")
     optimizer: str = Field("sgd", description="name in timm.optim")
     lr: Positive = Field(0.1, description="peak learning rate; cosine to 0")
     momentum: BelowOne = Field(0.9, description="momentum, for the optimisers that have it")
     weight_decay: NonNegative = Field(5e-4, description="weight decay")
     warmup_epochs: CountOrZero = Field(0, description="epochs of linear warm-up")
-    loss: _choice("losses") = Field("cross_entropy", description="training loss")
-    class_weights: _choice("class_weights") = Field("uniform", description="class weights")
-    augmentation: _choice("augmentations") = Field("none", description="augmentation")
+    loss: Annotated[Choice, option_of("losses")] = Field(
+        Choice(name="cross_entropy"), description="training loss"
+    )
+    class_weights: Annotated[Choice, option_of("class_weights")] = Field(
+        Choice(name="uniform"), description="class weights"
+    )
+    augmentation: Annotated[Choice, option_of("augmentations")] = Field(
+        Choice(name="none"), description="augmentation"
+    )
     evaluate_every: Count = Field(5, description="epochs between evaluations on val_dev")
 
 
@@ -106,7 +119,9 @@ class Learner(Section):
     alpha = 0 is ERM; `clean: none` is mixup; `clean: full` with everything kept is RegMixup.
     """
 
-    alpha: AlphaSchedule = Field(1.0, description="alpha, or a schedule of it")
+    alpha: Annotated[Choice, option_of("alpha_schedules")] = Field(
+        Choice(name="constant"), description="alpha, or a schedule of it"
+    )
     mixup_until: Moment | None = Field(
         None, description="epoch (or share of training) where alpha becomes 0"
     )
@@ -122,14 +137,18 @@ class Learner(Section):
     same_lam: Count = Field(1, description="consecutive mixes that share one lambda")
     derange: bool = Field(False, description="never mix a sample with itself")
     data: Pool = Field("train", description="what the network is trained on")
-    model: _choice("models") | None = Field(None, description="another network than the recipe's")
+    model: Annotated[Choice, option_of("models")] | None = Field(
+        None, description="another network than the recipe's"
+    )
     epochs: Count | None = Field(None, description="another number of epochs than the recipe's")
 
 
 class Failures(Section):
     """Which samples of the base model count as failures."""
 
-    rule: _choice("failure_rules") = Field("misclassified", description="failure rule")
+    rule: Annotated[Choice, option_of("failure_rules")] = Field(
+        Choice(name="misclassified"), description="failure rule"
+    )
     split: Literal["val_f", "test"] = Field("val_f", description="where failures come from")
     holdout: BelowOne = Field(0.0, description="share kept back from teachers, for evaluation")
 
@@ -137,8 +156,12 @@ class Failures(Section):
 class Teacher(Learner):
     """A network that stands for p(theta | D, F)."""
 
-    folds: Count = Field(1, description="k > 1: k teachers; a mix is scored by one that saw no parent")
-    weights: str | None = Field(None, description="a finished network of the same dataset, as a file")
+    folds: Count = Field(
+        1, description="k > 1: k teachers; a mix is scored by one that saw no parent"
+    )
+    weights: str | None = Field(
+        None, description="a finished network of the same dataset, as a file"
+    )
 
 
 class Scores(Section):
@@ -146,7 +169,9 @@ class Scores(Section):
 
     rows: CountOrZero = Field(1000, description="mixes in the probe plan; 0 for none")
     alpha: NonNegative = Field(1.0, description="alpha of the probe plan")
-    loss: _choice("losses") = Field("cross_entropy", description="H in r_hat")
+    loss: Annotated[Choice, option_of("losses")] = Field(
+        Choice(name="cross_entropy"), description="H in r_hat"
+    )
     epochs: list[CountOrZero] = Field([], description="student epochs that score it again")
     chunk: Count = Field(500, description="rows per forward pass")
 
@@ -157,13 +182,16 @@ class Arm(Learner):
     title: str = Field("", description="what the table calls it")
     control: str | None = Field(None, description="the arm that the table compares it with")
     teacher: str | None = Field(None, description="name of the teacher that guides it")
-    filter: _choice("filter_policies") = Field("all", description="which mixes are kept")
+    filter: Annotated[Choice, option_of("filter_policies")] = Field(
+        Choice(name="all"), description="which mixes are kept"
+    )
     excluded: Literal["drop", "clean", "refill", "relabel"] = Field(
         "drop", description="what becomes of an excluded mix"
     )
     refill_draws: Count = Field(8, description="draws for a full batch before refill gives up")
     guide_until: Moment | Literal["overtake"] | None = Field(
-        None, description="epoch (or share) where guidance stops, or when the student overtakes on val_dev"
+        None,
+        description="epoch or share where guidance stops; overtake: when better on val_dev",
     )
     guide_fade: CountOrZero = Field(0, description="epochs over which guidance then fades")
 
@@ -198,7 +226,9 @@ class Recipe(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="names the run")
     data: Data = Data()
-    model: _choice("models") = Field("mlp", description="network (mixval list models)")
+    model: Annotated[Choice, option_of("models")] = Field(
+        Choice(name="mlp"), description="network (mixval list models)"
+    )
     training: Training = Training()
     base: Learner = Field(Learner(), description="the network whose failures are looked for")
     failures: Failures = Failures()
@@ -220,7 +250,7 @@ class Recipe(Section):
         return learner.epochs or self.training.epochs
 
     def model_of(self, learner: Learner) -> Choice:
-        return cast(Choice, learner.model or self.model)
+        return learner.model or self.model
 
     def data_of(self, panel: str) -> Data:
         noise = self.panels[panel].label_noise
@@ -260,7 +290,9 @@ class Recipe(Section):
 def _flat(described: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in described.items():
-        inner = _flat(value, f"{place}{key}.") if isinstance(value, dict) else {f"{place}{key}": value}
+        inner = (
+            _flat(value, f"{place}{key}.") if isinstance(value, dict) else {f"{place}{key}": value}
+        )
         flat.update(inner)
     return flat
 
@@ -295,7 +327,7 @@ def make_recipe(described: Mapping[str, Any]) -> Recipe:
     try:
         return Recipe.model_validate(described)
     except ValidationError as error:
-        raise UserError(_one_line(error, Recipe)) from error
+        raise UserError(one_line(error, Recipe)) from error
 
 
 def packaged_recipes() -> list[str]:
@@ -319,7 +351,9 @@ def _read_file(path: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: not readable as YAML: {reason}") from error
     if not isinstance(described, dict):
-        raise UserError(f"{path}: a recipe is a mapping of sections, got {type(described).__name__}")
+        raise UserError(
+            f"{path}: a recipe is a mapping of sections, got {type(described).__name__}"
+        )
     return described
 
 
@@ -330,7 +364,7 @@ def _refuse_code(described: Any, source: str) -> None:
         _refuse_code(item, source)
     if isinstance(described, dict) and ":" in str(described.get("name", "")):
         raise UserError(
-            f"{source}: {described['name']!r} names code; give it on the command line, not in a file"
+            f"{source}: {described['name']!r} names code; give it on the command line only"
         )
 
 
@@ -348,32 +382,3 @@ def _long_form(value: Any) -> dict[str, Any]:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return {"name": "constant", "value": value}
     return {} if value is None else {"name": value}
-
-
-def _one_line(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the first mistake as `field: rule, got value`, with the nearest key where one is unknown."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        *outer, key = map(str, first["loc"])
-        return f"{place}: unknown key; {choose.nearest(key, _fields_at(model, outer))}"
-    if first["type"] == "missing":
-        return f"{place}: must be given"
-    cause = first.get("ctx", {}).get("error")
-    if cause is not None:
-        return f"{place}: {cause}" if place else str(cause)
-    message = first["msg"][0].lower() + first["msg"][1:]
-    return f"{place}: {message}, got {first['input']!r}"
-
-
-def _fields_at(model: type[BaseModel], place: list[str]) -> list[str]:
-    """Return the keys that a recipe may have at `place`, e.g. below `arms.guided`."""
-    inner: Any = model
-    for key in place:
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            inner = inner.model_fields[key].annotation
-        else:  # dict[str, Section]: the key is a name
-            inner = get_args(inner)[1]
-    if isinstance(inner, type) and issubclass(inner, BaseModel):
-        return list(inner.model_fields)
-    return []

@@ -13,15 +13,25 @@ def check(recipe: "Recipe") -> None:
     """Raise ValueError at the first rule that the recipe breaks."""
     training, data = recipe.training, recipe.data
     if training.warmup_epochs >= training.epochs:
-        _refuse("training.warmup_epochs", f"below training.epochs ({training.epochs})", training.warmup_epochs)
+        _refuse(
+            "training.warmup_epochs",
+            f"below training.epochs ({training.epochs})",
+            training.warmup_epochs,
+        )
     if data.train is not None and training.batch_size > data.train:
         _refuse("training.batch_size", f"at most data.train ({data.train})", training.batch_size)
     if training.accumulate > training.batch_size:
-        _refuse("training.accumulate", f"at most batch_size ({training.batch_size})", training.accumulate)
+        _refuse(
+            "training.accumulate",
+            f"at most batch_size ({training.batch_size})",
+            training.accumulate,
+        )
     for kind in ("arms", "teachers", "panels"):
         for name in getattr(recipe, kind):
             if not name.replace("_", "").replace("-", "").isalnum():
-                _refuse(f"{kind}", "named with letters, digits, - and _ (names become folders)", name)
+                _refuse(
+                    f"{kind}", "named with letters, digits, - and _ (names become folders)", name
+                )
     for place, learner in _learners(recipe):
         _check_epochs(recipe, place, learner)
     for name, teacher in recipe.teachers.items():
@@ -42,10 +52,18 @@ def _check_epochs(recipe: "Recipe", place: str, learner: "Learner") -> None:
 
     epochs = recipe.epochs_of(learner)
     if recipe.training.warmup_epochs >= epochs:
-        _refuse(f"{place}.epochs", f"above training.warmup_epochs ({recipe.training.warmup_epochs})", epochs)
+        _refuse(
+            f"{place}.epochs",
+            f"above training.warmup_epochs ({recipe.training.warmup_epochs})",
+            epochs,
+        )
     _check_moment(f"{place}.mixup_until", learner.mixup_until, epochs)
     if learner.alpha.name != "constant" and epochs < 4:
-        _refuse(f"{place}.epochs", f"at least 4, for the schedule {learner.alpha.name!r} to have a shape", epochs)
+        _refuse(
+            f"{place}.epochs",
+            f"at least 4, for the schedule {learner.alpha.name!r} to have a shape",
+            epochs,
+        )
     try:
         for epoch in range(epochs):
             alpha_at(learner, epoch, epochs)
@@ -74,7 +92,9 @@ def _check_arm(recipe: "Recipe", place: str, arm: "Arm") -> None:
         hint = choose.nearest(arm.teacher, recipe.teachers)
         raise ValueError(f"{place}.teacher: no teacher {arm.teacher!r}; {hint}")
     if arm.control is not None and arm.control not in recipe.arms:
-        raise ValueError(f"{place}.control: no arm {arm.control!r}; {choose.nearest(arm.control, recipe.arms)}")
+        raise ValueError(
+            f"{place}.control: no arm {arm.control!r}; {choose.nearest(arm.control, recipe.arms)}"
+        )
     needs = {
         "filter": arm.is_guided,
         "clean": arm.clean == "filtered" and arm.filter.name != "yoked",
@@ -88,7 +108,11 @@ def _check_arm(recipe: "Recipe", place: str, arm: "Arm") -> None:
         _check_moment(f"{place}.guide_until", arm.guide_until, recipe.epochs_of(arm))
     if arm.filter.name == "top_k" and arm.filter.parameters["k"] > recipe.training.batch_size:
         limit = recipe.training.batch_size
-        _refuse(f"{place}.filter.k", f"at most training.batch_size ({limit})", arm.filter.parameters["k"])
+        _refuse(
+            f"{place}.filter.k",
+            f"at most training.batch_size ({limit})",
+            arm.filter.parameters["k"],
+        )
     if arm.teacher and recipe.teachers[arm.teacher].folds > 1 and arm.data != "train":
         _refuse(f"{place}.data", "train, because its teachers are out-of-fold", arm.data)
     if arm.yoked_to is not None:
@@ -103,7 +127,9 @@ def _check_yoke(recipe: "Recipe", place: str, arm: "Arm", other: str) -> None:
     if guided.yoked_to is not None:
         _refuse(f"{place}.filter.of", "a guided arm, not another control", other)
     if "refill" in (arm.excluded, guided.excluded):
-        _refuse(f"{place}.excluded", "other than refill: refilled mixes can't be replayed", "refill")
+        _refuse(
+            f"{place}.excluded", "other than refill: refilled mixes can't be replayed", "refill"
+        )
     for key in ("alpha", "mixup_until", "clean", "data", "same_lam", "derange", "epochs"):
         if getattr(arm, key) != getattr(guided, key):
             _refuse(f"{place}.{key}", f"as in arms.{other}, which it replays", getattr(arm, key))

@@ -64,14 +64,22 @@ class Results:
         return [self._row(panel, arm) for arm in arms]
 
     def verdicts(self, panel: str) -> list[str]:
-        """Return a sentence for each guided arm whose teacher may be right or wrong."""
-        return [self._verdict(panel, arm) for arm in self._judged(panel)]
+        """Return a sentence for each guided arm, and which arm was best of all."""
+        sentences = [self._verdict(panel, arm) for arm in self._judged(panel)]
+        return [*sentences, self._best(panel)] if sentences and len(self.seeds()) > 1 else sentences
 
     def _judged(self, panel: str) -> Iterator[str]:
         for name, arm in self.recipe.arms.items():
             judged = arm.is_guided and arm.filter.name != "positive"
             if judged and self.values(panel, name):
                 yield name
+
+    def _best(self, panel: str) -> str:
+        """Say which arm that saw no more labels than D came out on top, filtered or not."""
+        rows = [r for r in self.rows(panel) if self.recipe.arms[r.arm].data == "train"]
+        best = max(rows, key=lambda row: row.accuracy.mean)
+        shown = f"{best.title.strip()} ({100 * best.accuracy.mean:.2f})"
+        return f"Most accurate of the arms trained on D: {shown}."
 
     def _verdict(self, panel: str, name: str) -> str:
         arm, arms = self.recipe.arms[name], self.recipe.arms
@@ -85,7 +93,11 @@ class Results:
         teacher = self.recipe.teachers[arm.teacher or ""]
         if teacher.data != "train":
             for other, settings in arms.items():
-                if settings.data == teacher.data and settings.alpha == arm.alpha and not settings.teacher:
+                if (
+                    settings.data == teacher.data
+                    and settings.alpha == arm.alpha
+                    and not settings.teacher
+                ):
                     same = paired_difference(mine, self.values(panel, other))
         sentence = verdict(arm.title or name, controls[False], controls[True], same)
         leak = " Its numbers leak test labels." if self.recipe.leaks_test_labels(arm) else ""

@@ -7,6 +7,7 @@ The expectation is of H, never H of the averaged prediction. r_hat > 0 says that
 the failures F conflicts with the mix. r_hat of a set is the sum over its members.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -58,7 +59,7 @@ def score(updated: Tensor, base: Tensor) -> Scores:
 def _standard_error(values: Tensor) -> Tensor:
     if len(values) == 1:
         return torch.full_like(values[0], torch.nan)
-    return values.std(0) / len(values) ** 0.5
+    return values.std(0) / math.sqrt(len(values))
 
 
 @dataclass(frozen=True)

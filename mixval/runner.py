@@ -5,7 +5,8 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from mixval.pipeline import CellRun
 from mixval.recipe import Learner, Recipe
 from mixval.stages.cell import Cell
 from mixval.store import Store
-from mixval.training import Job, Watch, build_model, train
+from mixval.training import Job, Watch, train
 
 log = logging.getLogger(__name__)
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads and locks
@@ -39,7 +40,8 @@ class Estimate:
     def __str__(self) -> str:
         return (
             f"estimated cost: {self.networks} networks, {self.steps:,} optimiser steps, "
-            f"about {self.seconds:.0f} s with {self.workers} workers, {self.megabytes:.0f} MB on disk"
+            f"about {self.seconds:.0f} s with {self.workers} workers, "
+            f"{self.megabytes:.0f} MB on disk"
         )
 
 
@@ -47,30 +49,50 @@ def num_workers(recipe: Recipe, cells: int) -> int:
     return max(1, min(recipe.engine.workers or os.cpu_count() or 1, cells))
 
 
-def planned_learners(recipe: Recipe, stage: str, arms: list[str]) -> list[tuple[Learner, int]]:
-    """Return the networks that one cell trains up to a stage, and how many of each."""
-    planned: list[tuple[Learner, int]] = [(recipe.base, 1)]
-    if stage in ("teacher", "score", "student", "run"):
-        used = {recipe.arms[arm].teacher for arm in arms}
-        planned += [
-            (t, t.folds)
-            for name, t in recipe.teachers.items()
-            if not t.weights and (name in used or stage in ("teacher", "score"))
-        ]
-    if stage in ("student", "run"):
-        planned += [(recipe.arms[arm], 1) for arm in arms]
+def planned_networks(
+    recipe: Recipe, stage: str, arms: list[str]
+) -> list[tuple[tuple[str, ...], Learner]]:
+    """Return the place and the settings of every network that a cell needs for a stage."""
+    used = {recipe.arms[arm].teacher for arm in arms} if stage in ("student", "run") else set()
+    teachers = {
+        name: t
+        for name, t in recipe.teachers.items()
+        if not t.weights and (name in used or stage in ("teacher", "score"))
+    }
+    students = (
+        [(("students", arm), recipe.arms[arm]) for arm in arms]
+        if stage in ("student", "run")
+        else []
+    )
+    planned: list[tuple[tuple[str, ...], Learner]] = []
+    for name, t in teachers.items():
+        places = [("teachers", name, f"fold-{k}") for k in range(t.folds)]
+        planned += [(place, t) for place in (places if t.folds > 1 else [("teachers", name)])]
+    planned += students
+    scored = stage in ("score", "run") and bool(used or teachers) and recipe.scores.rows > 0
+    if (
+        stage in ("base", "failures")
+        or scored
+        or any(x.data == "train+failures" for _, x in planned)
+    ):
+        planned.insert(0, (("base",), recipe.base))
     return planned
 
 
-def estimate(recipe: Recipe, stage: str, arms: list[str], cells: int) -> Estimate:
-    """Train a few batches of a student with both terms, and multiply."""
-    panel, seed = next(iter(recipe.panels)), recipe.seeds[0]
+def estimate(
+    recipe: Recipe, store: Store, stage: str, arms: list[str], cells: Sequence[tuple[str, int]]
+) -> Estimate:
+    """Train a few batches with both terms, and multiply by what is not finished yet."""
+    planned = planned_networks(recipe, stage, arms)
+    missing = [
+        learner
+        for panel, seed in cells
+        for place, learner in planned
+        if not store.is_finished(panel, seed, *place)
+    ]
     engine = start_engine(recipe.engine.device, recipe.engine.threads)
-    cell = Cell(recipe, panel, seed, engine)
-    splits, size = cell.splits, recipe.training.batch_size
-    planned = planned_learners(recipe, stage, arms)
-    steps_per_epoch = -(-len(splits.train) // size)
-    steps = sum(count * recipe.epochs_of(learner) for learner, count in planned) * steps_per_epoch
+    panel, seed = cells[0]
+    splits, size = Cell(recipe, panel, seed, engine).splits, recipe.training.batch_size
     job = Job(
         learner=Learner(),
         training=recipe.training.model_copy(update={"warmup_epochs": 0}),
@@ -82,15 +104,16 @@ def estimate(recipe: Recipe, stage: str, arms: list[str], cells: int) -> Estimat
         stream="estimate",
     )
     train(job, engine, None, Watch())  # the first time loads libraries and fills caches
-    seconds = train(job, engine, None, Watch()).cost
-    weights = sum(p.numel() for p in build_model(recipe.model, splits, seed, "estimate").parameters())
-    networks = sum(count for _, count in planned) * cells
-    workers = num_workers(recipe, cells)
+    measured = train(job, engine, None, Watch())
+    per_step = measured.cost.seconds / measured.cost.steps
+    weights = sum(tensor.numel() for tensor in measured.model.state_dict().values())
+    steps = sum(map(recipe.epochs_of, missing)) * -(-len(splits.train) // size)
+    workers = num_workers(recipe, len(cells))
     return Estimate(
-        networks=networks,
-        steps=steps * cells,
-        seconds=steps * cells * seconds.seconds / seconds.steps / workers,
-        megabytes=networks * weights * 4 / 1e6,
+        networks=len(missing),
+        steps=steps,
+        seconds=steps * per_step / workers,
+        megabytes=len(missing) * weights * 4 / 1e6,
         workers=workers,
     )
 
@@ -102,55 +125,71 @@ def run_cells(
     arms: list[str],
     panels: list[str],
     announce: Callable[[str], None],
-) -> None:
-    """Run every panel and seed up to a stage; raise Interrupted once all have saved their state."""
+) -> Counter[str]:
+    """Run every panel and seed up to a stage; return how much of what kind was reused.
+
+    Raises Interrupted once every process has saved its state.
+    """
     cells = [(panel, seed) for seed in recipe.seeds for panel in panels]
     workers = num_workers(recipe, len(cells))
     if workers == 1:
-        cost = estimate(recipe, stage, arms, len(cells))
+        cost = estimate(recipe, store, stage, arms, cells)
         announce(str(cost))
         with _stop_on_signals() as stop, _progress(cost.steps) as advance:
             watch = _watch(recipe, stop.is_set, advance)
-            for panel, seed in cells:
-                _run_cell(recipe, store, stage, arms, panel, seed, watch)
-        return
+            return sum(
+                (_run_cell(recipe, store, stage, arms, *cell, watch) for cell in cells), Counter()
+            )
     progress: Any = _SPAWN.Queue()
     with _stop_on_signals() as stop:
         setup = (stop, progress)
         with ProcessPoolExecutor(workers, _SPAWN, _start_worker, setup) as pool:
-            cost = pool.submit(estimate, recipe, stage, arms, len(cells)).result()
+            cost = pool.submit(estimate, recipe, store, stage, arms, cells).result()
             announce(str(cost))
             futures = {
                 pool.submit(_worker_cell, recipe, store, stage, arms, panel, seed)
                 for panel, seed in cells
             }
             with _progress(cost.steps) as advance:
-                _follow(futures, progress, advance, stop)
+                return _follow(futures, progress, advance, stop)
 
 
-def _follow(futures: set[Future[None]], progress: Any, advance: Callable[[int], None], stop: Any) -> None:
-    pending, failure = futures, None
+def _follow(
+    futures: set[Future[Counter[str]]], progress: Any, advance: Callable[[int], None], stop: Any
+) -> Counter[str]:
+    pending, failure, reused = futures, None, Counter[str]()
     while pending:
         done, pending = wait(pending, timeout=0.3, return_when=FIRST_COMPLETED)
         while not progress.empty():
             advance(progress.get())
-        failure = failure or next((f.exception() for f in done if not f.cancelled() and f.exception()), None)
-        if (failure or stop.is_set()) and not all(f.cancelled() or f.running() for f in pending):
-            stop.set()
+        for future in done:
+            if future.cancelled():
+                continue
+            if (error := future.exception()) is None:
+                reused += future.result()
+            elif failure is None or isinstance(failure, Interrupted):
+                failure = error
+                stop.set()  # the others save their state and stop
+        if stop.is_set():
             for future in pending:
                 future.cancel()
-    if failure:
+    if failure is not None:
         raise failure
+    return reused
 
 
 def _run_cell(
     recipe: Recipe, store: Store, stage: str, arms: list[str], panel: str, seed: int, watch: Watch
-) -> None:
+) -> Counter[str]:
     engine = start_engine(recipe.engine.device, recipe.engine.threads)
-    CellRun(Cell(recipe, panel, seed, engine, watch), store).upto(stage, arms)
+    cell = Cell(recipe, panel, seed, engine, watch)
+    CellRun(cell, store).upto(stage, arms)
+    return cell.reused
 
 
-def _watch(recipe: Recipe, should_stop: Callable[[], bool], advance: Callable[[int], None]) -> Watch:
+def _watch(
+    recipe: Recipe, should_stop: Callable[[], bool], advance: Callable[[int], None]
+) -> Watch:
     return Watch(should_stop, advance, recipe.engine.checkpoint_seconds)
 
 
@@ -160,14 +199,18 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(stop: Any, progress: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _worker.update(stop=stop, progress=progress)
 
 
-def _worker_cell(recipe: Recipe, store: Store, stage: str, arms: list[str], panel: str, seed: int) -> None:
+def _worker_cell(
+    recipe: Recipe, store: Store, stage: str, arms: list[str], panel: str, seed: int
+) -> Counter[str]:
     watch = _watch(recipe, _worker["stop"].is_set, _worker["progress"].put)
-    _run_cell(recipe, store, stage, arms, panel, seed, watch)
+    return _run_cell(recipe, store, stage, arms, panel, seed, watch)
 
 
 # -- progress and signals -----------------------------------------------------------------
@@ -193,7 +236,8 @@ def _progress(steps: int) -> Iterator[Callable[[int], None]]:
 @contextmanager
 def _stop_on_signals() -> Iterator[Any]:
     """Yield an event that Ctrl-C or SIGTERM sets; a second one ends the process at once."""
-    stop, received = _SPAWN.Event(), []
+    stop = _SPAWN.Event()
+    received: list[int] = []
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
 
     def on_signal(number: int, frame: Any) -> None:
@@ -213,5 +257,3 @@ def _stop_on_signals() -> Iterator[Any]:
             signal.signal(number, handler)
     if received:
         raise Interrupted(*received)
-
-

@@ -43,5 +43,6 @@ def check_provenance(table: ScoreTable, expected: dict[str, str]) -> None:
     for what, value in expected.items():
         if table.provenance.get(what) != value:
             raise UserError(
-                f"scores: made with another {what} ({table.provenance.get(what)}, not {value}); score again"
+                f"scores: made with another {what} ({table.provenance.get(what)}, not {value}); "
+                "score again"
             )

@@ -6,7 +6,6 @@ same things is used again; one that was made from others is never overwritten.
 """
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,29 +19,23 @@ from mixval.files import MANIFEST, seal, sealed_facts, write_atomically
 from mixval.fingerprints import fingerprint
 from mixval.recipe import Recipe, make_recipe
 
-log = logging.getLogger(__name__)
-
 
 class Artifact:
     """One stage's product in a folder of its own."""
 
-    def __init__(self, folder: Path, made_from: Mapping[str, Any]) -> None:
-        self.folder, self.made_from = folder, dict(made_from)
+    def __init__(self, folder: Path, made_from: Mapping[str, Any], kind: str) -> None:
+        self.folder, self.made_from, self.kind = folder, dict(made_from), kind
 
     @property
     def fingerprint(self) -> str:
         return fingerprint(self.made_from)
-
-    @property
-    def name(self) -> str:
-        return "/".join(self.folder.parts[-3:])
 
     def path(self, name: str) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder / name
 
     def facts(self) -> dict[str, Any] | None:
-        """Return what the stage noted, if the artifact is finished, whole, and made from the same."""
+        """Return what the stage noted, if the artifact is whole and made from the same things."""
         sealed = sealed_facts(self.folder)
         if sealed is None:
             (self.folder / MANIFEST).unlink(missing_ok=True)
@@ -74,6 +67,10 @@ class Store:
     def places(self, panel: str, *names: str) -> list[Path]:
         """Return what there is at this place in any seed."""
         return sorted(self.root.glob("/".join([panel, "seed-*", *names])))
+
+    def is_finished(self, panel: str, seed: int, *names: str) -> bool:
+        """Say whether something lies there; whether it is whole and fits, its Artifact says."""
+        return self.place(panel, seed, *names, MANIFEST).is_file()
 
     def check(self, recipe: Recipe) -> None:
         """Refuse a directory that is another recipe's, or no run's at all."""
@@ -119,7 +116,9 @@ class Store:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            raise UserError(f"--out: {self.root} is in use by another run; wait or choose another") from None
+            raise UserError(
+                f"--out: {self.root} is in use by another run; wait or choose another"
+            ) from None
         try:
             yield
         finally:
@@ -145,5 +144,3 @@ class Store:
 
     def size(self) -> int:
         return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
-
-

@@ -70,6 +70,8 @@ class Watch:
 
 @dataclass(frozen=True)
 class Trained:
+    """A finished network, how it got there, and what it cost."""
+
     model: nn.Module
     metrics: list[dict[str, Any]]
     record: Record | None
@@ -160,7 +162,7 @@ class _Loop:
         for batch, weight in zip(batches, weights, strict=True):
             outputs = logits[0] if logits is not None else self._logits(batch)
             loss = self.objective(outputs, batch, weight, size)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             self._count(loss, outputs, batch, weight)
         self.optimiser.step()
         state.cost.steps += 1
@@ -246,9 +248,9 @@ class _Loop:
         train = accuracy_and_nll(predict(self.model, clean), clean.part.labels)
         dev = accuracy_and_nll(predict(self.model, self.dev_rows), self.dev_rows.part.labels)
         guidance = self.job.guidance
-        if guidance is not None and guidance.overtake is not None:
-            if self.state.stopped_at is None and dev[0] > guidance.overtake:
-                self.state.stopped_at = self.state.epoch
+        level = None if guidance is None else guidance.overtake
+        if level is not None and self.state.stopped_at is None and dev[0] > level:
+            self.state.stopped_at = self.state.epoch
         names = ("train_accuracy", "train_nll", "val_dev_accuracy", "val_dev_nll")
         return dict(zip(names, (*train, *dev), strict=True))
 
@@ -293,8 +295,8 @@ class _Loop:
         # Under mixing the accuracy counts lambda: the mass of the label that was hit.
         hits = targets.gather(1, logits.detach().argmax(1, keepdim=True)).sum()
         kept = weights.mixed.sum()
-        totals = zip(self.state.totals, (loss.detach(), hits, kept, len(targets)), strict=True)
-        self.state.totals = [total + float(new) for total, new in totals]
+        new = (float(loss.detach()), float(hits), float(kept), float(len(targets)))
+        self.state.totals = [a + b for a, b in zip(self.state.totals, new, strict=True)]
 
     def _objective(self) -> Objective:
         job, learner = self.job, self.job.learner

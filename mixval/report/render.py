@@ -2,6 +2,7 @@
 
 import io
 import math
+import unicodedata
 from typing import Any
 
 import matplotlib
@@ -17,26 +18,42 @@ _LOWER_IS_BETTER = ("nll", "ece")
 
 
 def text_table(results: Results) -> str:
-    """Return the table of every panel, for a terminal."""
+    """Return the table of every panel, for a terminal; differences are to the arm's control."""
     lines = []
     for panel in results.panels():
         rows = results.rows(panel)
-        width = max([len(row.title) for row in rows] + [3])
+        header = ("arm", "accuracy %", "NLL", "ECE %", "Δ accuracy", "Δ NLL", "kept", "steps")
+        cells = [(*header, "forwards", "seconds", "n"), *map(_text_cells, rows)]
+        widths = [max(_width(row[column]) for row in cells) for column in range(len(cells[0]))]
         lines += ["", panel_title(results, panel)]
-        lines.append(
-            f"{'arm':<{width}}  {'accuracy %':>13}  {'NLL':>12}  {'ECE %':>11}  "
-            f"{'− control':>13}  {'kept':>5}  {'steps':>6}  {'forwards':>8}  {'seconds':>11}  {'n':>3}"
-        )
-        for row in rows:
-            difference = (row.differences or {}).get("accuracy")
-            lines.append(
-                f"{row.title:<{width}}  {percent(row.accuracy):>13}  {plain(row.nll):>12}  "
-                f"{percent(row.ece):>11}  {signed(difference):>13}  {row.kept:>5.0%}  {row.steps:>6.0f}  "
-                f"{row.forwards:>8.0f}  {_seconds(row):>11}  {row.n:>3}"
-                + ("  LEAKS TEST LABELS" if row.leaks_test_labels else "")
-            )
+        for name, *numbers in cells:
+            right = (text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True))
+            left = name + " " * (widths[0] - _width(name))
+            lines.append("  ".join([left, *right]).rstrip())
         lines += ["", *results.verdicts(panel)]
     return "\n".join(lines)
+
+
+def _width(text: str) -> int:
+    """Return the columns a text takes: the hat of r̂ is a character without a width."""
+    return sum(not unicodedata.combining(character) for character in text)
+
+
+def _text_cells(row: Row) -> tuple[str, ...]:
+    differences = row.differences or {}
+    return (
+        row.title + (" (LEAKS TEST LABELS)" if row.leaks_test_labels else ""),
+        percent(row.accuracy),
+        plain(row.nll),
+        percent(row.ece),
+        signed(differences.get("accuracy")),
+        signed(differences.get("nll"), 1, "{:+.3f}"),
+        f"{row.kept:.0%}",
+        f"{row.steps:.0f}",
+        f"{row.forwards / 1000:.1f}k",
+        f"{row.seconds:.1f}+{row.preparation:.1f}",
+        str(row.n),
+    )
 
 
 def page(
@@ -70,7 +87,9 @@ def page(
         leaks=any(fact["leaks_test_labels"] for fact in results.facts),
         noise_note=f"Train labels flipped on purpose: {', '.join(noisy)}." if noisy else "",
         command=command,
-        recipe_text=yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
+        recipe_text=yaml.safe_dump(
+            recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True
+        ),
     )
 
 
@@ -103,11 +122,7 @@ def _shown(interval: Interval, scale: float, form: str) -> str:
     text = form.format(scale * interval.mean)
     if math.isnan(interval.half_width):
         return text
-    return f"{text} ± {form.replace('+', '').format(scale * interval.half_width)}"
-
-
-def _seconds(row: Row) -> str:
-    return f"{row.seconds:.1f} + {row.preparation:.1f}"
+    return f"{text}±{form.replace('+', '').format(scale * interval.half_width)}"
 
 
 def _html_row(results: Results, row: Row) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """One panel and one seed of a run: what every stage of it needs to know."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +28,8 @@ class Cell:
     panel: str
     seed: int
     engine: Engine
-    watch: Watch = Watch()
+    watch: Watch = field(default_factory=Watch)
+    reused: Counter[str] = field(default_factory=Counter)  # what stages found finished, by kind
 
     @property
     def data(self) -> Data:
@@ -76,6 +78,13 @@ class Cell:
             part.to(device), splits.num_classes, splits.mean.to(device), splits.std.to(device)
         )
 
+    def reuse(self, artifact: Artifact) -> dict[str, Any] | None:
+        """Return the facts of an artifact that is finished, and count it; None otherwise."""
+        facts = artifact.facts()
+        if facts is not None:
+            self.reused[artifact.kind] += 1
+        return facts
+
     def artifact(self, store: Store, *place: str, made_from: dict[str, Any]) -> Artifact:
         common = {
             "format": FORMAT,
@@ -83,4 +92,5 @@ class Cell:
             "seed": self.seed,
             "engine": self.engine.described,
         }
-        return Artifact(store.place(self.panel, self.seed, *place), {**common, **made_from})
+        folder = store.place(self.panel, self.seed, *place)
+        return Artifact(folder, {**common, **made_from}, kind=place[0])

@@ -30,7 +30,7 @@ def evaluation(
         name,
         made_from={"network": network.fingerprint, "test": test.fingerprint},
     )
-    facts = artifact.facts()
+    facts = cell.reuse(artifact)
     if facts is not None:
         return facts
     rows = cell.rows(test)
@@ -51,7 +51,9 @@ def evaluation(
     if failures is not None and len(failures.holdout):
         split = getattr(cell.splits, failures.split)
         held = cell.rows(split.with_ids(torch.from_numpy(failures.holdout)))
-        facts["holdout_accuracy"] = accuracy_and_nll(predict(network.model, held), held.part.labels)[0]
+        facts["holdout_accuracy"] = accuracy_and_nll(
+            predict(network.model, held), held.part.labels
+        )[0]
     artifact.finish(facts)
     return facts
 

@@ -26,7 +26,7 @@ def failures(cell: Cell, base: Network, store: Store) -> FailureSet:
             "examined": part.fingerprint,
         },
     )
-    if artifact.facts() is None:
+    if cell.reuse(artifact) is None:
         rows = cell.rows(part)
         rule = choose.pick("failure_rules", settings.rule.name, settings.rule.parameters)
         failing = rule(predict(base.model, rows), rows.part.labels).cpu().numpy()

@@ -1,7 +1,6 @@
 """Train a network or take it from the store: what base, teacher and student have in common."""
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ from mixval.stages.cell import Cell
 from mixval.store import Artifact, Store
 from mixval.training import Cost, Job, Trained, build_model, train
 from mixval.types import FailureSet
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,10 +64,8 @@ def learn(
         **(extra or {}),
     }
     artifact = cell.artifact(store, *place, made_from=made_from)
-    facts = artifact.facts()
+    facts = cell.reuse(artifact)
     if facts is not None:
-        cell.watch.on_steps(facts["cost"]["steps"])
-        log.info("%s: reused", artifact.name)
         return _load(cell, job, artifact, facts)
     checkpoints = Checkpoints(artifact.path("checkpoints"))
     trained = train(make_job(job, artifact), cell.engine, checkpoints, cell.watch)

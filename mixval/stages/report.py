@@ -47,7 +47,8 @@ def _figures(results: Results, panel: str, store: Store) -> list[tuple[Figure, s
         if path.is_file():
             caption = (
                 f"r̂ of the probe mixes, base network against teacher {teacher!r} "
-                f"(seed {results.seeds()[0]}). If the kept share depends on λ, a filter partly selects λ."
+                f"(seed {results.seeds()[0]}). If the kept share depends on λ, "
+                "the filter partly selects λ."
             )
             figures.append((plots.r_hat_by_lam(read_scores(path)), caption))
     return figures
@@ -56,9 +57,11 @@ def _figures(results: Results, panel: str, store: Store) -> list[tuple[Figure, s
 def _dev_curves(
     results: Results, panel: str, store: Store
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Return val_dev NLL by epoch, averaged over seeds, for a few arms that differ in kind."""
+    """Return val_dev NLL by epoch, averaged over seeds, of a few arms."""
     arms = results.recipe.arms
-    order = sorted(arms, key=lambda name: (not arms[name].is_guided, arms[name].yoked_to is not None))
+    order = sorted(
+        arms, key=lambda name: (not arms[name].is_guided, arms[name].yoked_to is not None)
+    )
     shown = [name for name in order if results.values(panel, name)][:_CURVES]
     curves = {}
     for name in shown:

@@ -20,7 +20,7 @@ from mixval.types import MixPlan, Posterior, ScoreTable
 def scores(
     cell: Cell, base: Network, name: str, teacher: TeacherSet, store: Store
 ) -> ScoreTable | None:
-    """Return r_hat of the probe plan, with the base network as p(theta | D); None if it has no rows."""
+    """Return r_hat of the probe plan, the base network as p(theta | D); None if it has no rows."""
     settings = cell.recipe.scores
     if settings.rows == 0:
         return None
@@ -33,7 +33,7 @@ def scores(
         made_from={"settings": settings.model_dump(mode="json"), **provenance},
     )
     path = artifact.path("part-0000.parquet")
-    if artifact.facts() is None:
+    if cell.reuse(artifact) is None:
         table = score_plan(cell, plan, teacher, point([base.model]))
         write_scores(path, replace(table, provenance=provenance))
         artifact.finish({"rows": len(table)})
@@ -61,9 +61,7 @@ def probe_plan(cell: Cell, teacher: TeacherSet) -> MixPlan:
     return MixPlan(**joined, alpha=settings.alpha, epoch=0)
 
 
-def probe_provenance(
-    cell: Cell, plan: MixPlan, teacher: TeacherSet, base: str
-) -> dict[str, str]:
+def probe_provenance(cell: Cell, plan: MixPlan, teacher: TeacherSet, base: str) -> dict[str, str]:
     return {
         "data": cell.data_fingerprint,
         "plan": plan.fingerprint,

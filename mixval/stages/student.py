@@ -3,13 +3,14 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from mixval import choose
 from mixval.guidance import Guidance
-from mixval.recipe import Arm, epoch_of
 from mixval.posteriors import point
+from mixval.recipe import Arm, epoch_of
 from mixval.rhat import Scorer
 from mixval.score_store import write_scores
 from mixval.stages.cell import Cell
@@ -31,7 +32,7 @@ def student(
 ) -> Network:
     """Return the student of the arm `name`, guided by `teacher` or replaying another arm."""
     arm = cell.recipe.arms[name]
-    extra = {}
+    extra: dict[str, Any] = {}
     if teacher is not None:
         extra["teacher"] = teacher.fingerprint
         extra["score"] = cell.recipe.scores.loss.model_dump(mode="json")
@@ -78,7 +79,9 @@ def _guidance(
         relabels=arm.excluded == "relabel",
         refill_draws=arm.refill_draws if arm.excluded == "refill" else 0,
         replay=None if replayed is None else replayed.record,
-        until=epoch_of(until, cell.recipe.epochs_of(arm)) if isinstance(until, int | float) else None,
+        until=epoch_of(until, cell.recipe.epochs_of(arm))
+        if isinstance(until, int | float)
+        else None,
         overtake=teacher.dev_accuracy(cell) if overtakes and teacher is not None else None,
         fade=arm.guide_fade,
     )
