@@ -55,40 +55,48 @@ def paired_difference(arm: Mapping[int, float], control: Mapping[int, float]) ->
 
 
 def verdict(
-    arm: str, control: Interval | None, lam_control: Interval | None, same_labels: Interval | None
+    arm: str,
+    control: Mapping[str, Interval],
+    lam_control: Mapping[str, Interval],
+    same_labels: Mapping[str, Interval],
 ) -> str:
     """Return one sentence: did filtering beat its yoked controls, and the labels used directly?
 
-    The differences are in accuracy, arm minus control.
+    Each argument holds paired differences, arm minus control, by metric; empty if not run.
     """
-    if control is None:
+    if not control:
         return f"{arm}: no verdict, because its yoked control was not run."
-    if control.n < 2:
+    accuracy = control["accuracy"]
+    if accuracy.n < 2:
         return f"{arm}: no verdict from one seed; run more (--seeds 0-9)."
-    sentence = f"{arm}: {_finding(control)} ({_shown(control)} against its yoked control"
-    if lam_control is not None:
-        sentence += f", {_shown(lam_control)} within λ-deciles"
-    sentence += f"; n = {control.n})"
-    if control.sign > 0 and lam_control is not None and lam_control.sign <= 0:
+    sentence = f"{arm}: {_finding(accuracy)} ({_shown(control)} against its yoked control"
+    if lam_control:
+        sentence += f"; {_shown(lam_control)} against the one within λ-deciles"
+    sentence += f"; n = {accuracy.n})"
+    if accuracy.sign > 0 and lam_control and lam_control["accuracy"].sign <= 0:
         sentence += ", but selecting by λ alone may explain it"
-    if same_labels is not None:
-        sentence += f"; {_labels_finding(same_labels)} ({_shown(same_labels)})"
+    if same_labels:
+        sentence += f". {_labels_finding(same_labels['accuracy'])} ({_shown(same_labels)})"
     return sentence + "."
 
 
-def _finding(difference: Interval) -> str:
+def _finding(accuracy: Interval) -> str:
     return {1: "filtering helped", -1: "filtering hurt", 0: "no effect of filtering shown"}[
-        difference.sign
+        accuracy.sign
     ]
 
 
-def _labels_finding(difference: Interval) -> str:
+def _labels_finding(accuracy: Interval) -> str:
     return {
-        1: "it beat training directly on the labels its teacher saw",
-        -1: "training directly on the labels its teacher saw did better",
-        0: "training directly on the labels its teacher saw did as well",
-    }[difference.sign]
+        1: "It beat training directly on the labels its teacher saw",
+        -1: "Training directly on the labels its teacher saw did better",
+        0: "Training directly on the labels its teacher saw did as well",
+    }[accuracy.sign]
 
 
-def _shown(difference: Interval) -> str:
-    return f"{100 * difference.mean:+.2f} ± {100 * difference.half_width:.2f} points"
+def _shown(differences: Mapping[str, Interval]) -> str:
+    accuracy, nll = differences["accuracy"], differences["nll"]
+    return (
+        f"accuracy {100 * accuracy.mean:+.2f} ± {100 * accuracy.half_width:.2f} points, "
+        f"NLL {nll.mean:+.3f} ± {nll.half_width:.3f}"
+    )

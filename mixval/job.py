@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from mixval.environment import environment
-from mixval.errors import UserError
+from mixval.errors import UserError, exit_state
 from mixval.external import check_external
 from mixval.recipe import Recipe
 from mixval.store import Store

@@ -142,6 +142,11 @@ class Learner(Section):
     )
     epochs: Count | None = Field(None, description="another number of epochs than the recipe's")
 
+    @property
+    def mixes(self) -> bool:
+        """Whether anything is ever mixed: alpha = 0 throughout is ERM."""
+        return self.alpha.name != "constant" or self.alpha.parameters["value"] > 0
+
 
 class Failures(Section):
     """Which samples of the base model count as failures."""

@@ -1,5 +1,6 @@
 """What a run found: arms × seeds × panels, read from its store without torch."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,8 @@ class Row:
     nll: Interval
     ece: Interval
     control: str | None  # the arm it is compared with
-    differences: dict[str, Interval] | None  # to the control, by metric
-    kept: float
+    differences: dict[str, Interval]  # to the control, by metric; empty without one
+    kept: float  # share of the mixes; NaN where nothing is mixed
     steps: float
     forwards: float
     seconds: float
@@ -83,35 +84,32 @@ class Results:
 
     def _verdict(self, panel: str, name: str) -> str:
         arm, arms = self.recipe.arms[name], self.recipe.arms
-        mine = self.values(panel, name)
-        controls: dict[bool, Interval | None] = {False: None, True: None}
+        controls: dict[bool, dict[str, Interval]] = {False: {}, True: {}}
         for other, settings in arms.items():
             if settings.yoked_to == name:
                 within = settings.filter.parameters["within_lam_deciles"]
-                controls[within] = paired_difference(mine, self.values(panel, other))
-        same = None
-        teacher = self.recipe.teachers[arm.teacher or ""]
-        if teacher.data != "train":
-            for other, settings in arms.items():
-                if (
-                    settings.data == teacher.data
-                    and settings.alpha == arm.alpha
-                    and not settings.teacher
-                ):
-                    same = paired_difference(mine, self.values(panel, other))
-        sentence = verdict(arm.title or name, controls[False], controls[True], same)
+                controls[within] = self.differences(panel, name, other)
+        same: dict[str, Interval] = {}
+        seen = self.recipe.teachers[arm.teacher or ""].data
+        for other, settings in arms.items():
+            if seen != "train" and settings.data == seen and settings.alpha == arm.alpha:
+                same = self.differences(panel, name, other)
+        sentence = verdict((arm.title or name).strip(), controls[False], controls[True], same)
         leak = " Its numbers leak test labels." if self.recipe.leaks_test_labels(arm) else ""
         return sentence + leak
 
+    def differences(self, panel: str, arm: str, control: str | None) -> dict[str, Interval]:
+        """Return the paired differences arm - control by metric; empty if they share no seed."""
+        found = {}
+        for metric in METRICS if control is not None else ():
+            mine, theirs = (self.values(panel, name, metric) for name in (arm, control or ""))
+            if (difference := paired_difference(mine, theirs)) is not None:
+                found[metric] = difference
+        return found
+
     def _row(self, panel: str, arm: str) -> Row:
         facts = [f for f in self.facts if f["panel"] == panel and f["arm"] == arm]
-        control = self.recipe.arms[arm].control
-        differences = {}
-        if control is not None:
-            for metric in METRICS:
-                mine, theirs = (self.values(panel, name, metric) for name in (arm, control))
-                if (difference := paired_difference(mine, theirs)) is not None:
-                    differences[metric] = difference
+        settings = self.recipe.arms[arm]
 
         def mean(read: Any) -> float:
             return mean_interval([read(fact) for fact in facts]).mean
@@ -119,12 +117,12 @@ class Results:
         return Row(
             panel=panel,
             arm=arm,
-            title=self.recipe.arms[arm].title or arm,
+            title=settings.title or arm,
             n=len(facts),
             **{m: mean_interval(list(self.values(panel, arm, m).values())) for m in METRICS},
-            control=control,
-            differences=differences or None,
-            kept=mean(lambda fact: fact["kept"]),
+            control=settings.control,
+            differences=self.differences(panel, arm, settings.control),
+            kept=mean(lambda fact: fact["kept"]) if settings.mixes else math.nan,
             steps=mean(lambda fact: fact["cost"]["steps"]),
             forwards=mean(lambda fact: fact["cost"]["forwards"]),
             seconds=mean(lambda fact: fact["cost"]["seconds"]),

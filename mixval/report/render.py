@@ -40,15 +40,14 @@ def _width(text: str) -> int:
 
 
 def _text_cells(row: Row) -> tuple[str, ...]:
-    differences = row.differences or {}
     return (
         row.title + (" (LEAKS TEST LABELS)" if row.leaks_test_labels else ""),
         percent(row.accuracy),
         plain(row.nll),
         percent(row.ece),
-        signed(differences.get("accuracy")),
-        signed(differences.get("nll"), 1, "{:+.3f}"),
-        f"{row.kept:.0%}",
+        signed(row.differences.get("accuracy")),
+        signed(row.differences.get("nll"), 1, "{:+.3f}"),
+        _share(row.kept),
         f"{row.steps:.0f}",
         f"{row.forwards / 1000:.1f}k",
         f"{row.seconds:.1f}+{row.preparation:.1f}",
@@ -125,16 +124,20 @@ def _shown(interval: Interval, scale: float, form: str) -> str:
     return f"{text}±{form.replace('+', '').format(scale * interval.half_width)}"
 
 
+def _share(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.0%}"
+
+
 def _html_row(results: Results, row: Row) -> dict[str, Any]:
     control = results.recipe.arms[row.control].title.strip() or row.control if row.control else ""
     cells = [{"text": percent(row.accuracy)}, {"text": plain(row.nll)}, {"text": percent(row.ece)}]
     for metric in METRICS:
-        difference = (row.differences or {}).get(metric)
+        difference = row.differences.get(metric)
         scale, form = (1, "{:+.3f}") if metric == "nll" else (100, "{:+.2f}")
         cells.append({"text": signed(difference, scale, form), "tone": _tone(metric, difference)})
     cells += [
         {"text": control},
-        {"text": f"{row.kept:.0%}"},
+        {"text": _share(row.kept)},
         {"text": f"{row.steps:,.0f}"},
         {"text": f"{row.forwards:,.0f}"},
         {"text": f"{row.seconds:.2f}"},
