@@ -1,1 +1,74 @@
-"""Value mixup samples and train on the ones that help."""
+"""Value mixup samples and train on the ones that help.
+
+The names below are the public surface. They are loaded when first used, so that
+importing mixval (and `mixval --help`) does not wait for torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mixval.compare import Interval, mean_interval, paired_difference
+    from mixval.job import run_job as run
+    from mixval.mixing import draw_plan, mix, mixed_targets
+    from mixval.posteriors import ensemble, point
+    from mixval.recipe import Recipe, load_recipe, make_recipe
+    from mixval.results import Results
+    from mixval.rhat import Scorer, score
+    from mixval.score_store import read_scores, write_scores
+    from mixval.store import Store
+    from mixval.types import FailureSet, MixPlan, Part, Posterior, ScoreTable, Splits
+
+_HOMES = {
+    "compare": ("Interval", "mean_interval", "paired_difference"),
+    "mixing": ("draw_plan", "mix", "mixed_targets"),
+    "posteriors": ("ensemble", "point"),
+    "recipe": ("Recipe", "load_recipe", "make_recipe"),
+    "results": ("Results",),
+    "rhat": ("Scorer", "score"),
+    "score_store": ("read_scores", "write_scores"),
+    "store": ("Store",),
+    "types": ("FailureSet", "MixPlan", "Part", "Posterior", "ScoreTable", "Splits"),
+}
+_WHERE = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "FailureSet",
+    "Interval",
+    "MixPlan",
+    "Part",
+    "Posterior",
+    "Recipe",
+    "Results",
+    "ScoreTable",
+    "Scorer",
+    "Splits",
+    "Store",
+    "draw_plan",
+    "ensemble",
+    "load_recipe",
+    "make_recipe",
+    "mean_interval",
+    "mix",
+    "mixed_targets",
+    "paired_difference",
+    "point",
+    "read_scores",
+    "run",
+    "score",
+    "write_scores",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "run":
+        from mixval.job import run_job
+
+        return run_job
+    if name not in _WHERE:
+        raise AttributeError(f"module 'mixval' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"mixval.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

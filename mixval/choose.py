@@ -44,12 +44,14 @@ class Option:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` or, failing that, the list of what there is."""
+    """Return `did you mean X?` or, failing that, the list of what there is."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
-    return f"choose from {', '.join(names)}" if names else "there is none to choose from"
+    if not names:
+        return "there is none to choose from"
+    return f"choose from {', '.join(names)}" if len(names) <= 20 else "see --help for what there is"
 
 
 def option(module: str, name: str) -> Option:

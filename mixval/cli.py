@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import yaml
 from pydantic import BaseModel
@@ -106,7 +106,7 @@ def _report(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
 
 
 def _list(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
-    wanted = _chosen("what", arguments.what, ["recipes", *CHOICE_MODULES])
+    wanted = _chosen("list", arguments.what or None, ["recipes", *CHOICE_MODULES])
     for module in wanted:
         print(module)
         if module == "recipes":
@@ -153,17 +153,20 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         sub.add_argument("--quiet", action="store_true", help="say only what went wrong")
         if words and verb == words[0]:  # the settings of the others are not needed
-            _ADD_ARGUMENTS.get(verb, _add_run_arguments)(sub)
-    arguments, rest = parser.parse_known_args(words)
+            _ADD_ARGUMENTS.get(verb, _add_run_arguments)(sub, words[1:])
+    others, settings = _take_settings(words)
+    arguments, unknown = parser.parse_known_args(others)
     if arguments.verb is None:
-        raise SystemExit(parser.format_help())
-    settings = {
-        key: value for key, value in vars(arguments).items() if "." in key and value is not None
-    }
-    overrides = {key: _value(value) for key, value in settings.items()}
+        parser.print_help()
+        raise SystemExit(0)
+    if unknown:
+        flags = verbs.choices[arguments.verb]._option_string_actions
+        raise UserError(f"unknown argument {unknown[0]!r}; {choose.nearest(unknown[0], flags)}")
+    if getattr(arguments, "model", None):
+        settings["model"] = _value(arguments.model)
     if getattr(arguments, "seeds", None):
-        overrides["seeds"] = _seeds(arguments.seeds)
-    return arguments, {**overrides, **_dotted(arguments.verb, rest, verbs.choices[arguments.verb])}
+        settings["seeds"] = _seeds(arguments.seeds)
+    return arguments, settings
 
 
 class _Help(argparse.HelpFormatter):
@@ -174,49 +177,42 @@ class _Help(argparse.HelpFormatter):
         return f"usage: {self._prog} [options]\n\n"
 
 
-def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_run_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.set_defaults(command=_run)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "recipe", nargs="?", default="digits", help="packaged recipe or YAML file (default: digits)"
     )
-    parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/NAME)")
-    parser.add_argument(
-        "--arms", nargs="+", metavar="ARM", help="only these arms (default: all of the recipe)"
-    )
-    parser.add_argument(
-        "--panels", nargs="+", metavar="PANEL", help="only these panels (default: all)"
-    )
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        metavar="SEED",
-        help="seeds such as 0 1 2 or 0-9 (default: the recipe's)",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check everything, train one batch, estimate time and disk",
-    )
-    for section, group, fields in _sections():
-        box = parser.add_argument_group(section, group)
+    add("--out", metavar="DIR", help="run directory (default: runs/NAME)")
+    add("--arms", nargs="+", metavar="ARM", help="only these arms (default: all of the recipe)")
+    add("--panels", nargs="+", metavar="PANEL", help="only these panels (default: all)")
+    add("--seeds", nargs="+", metavar="SEED", help="such as 0 1 2 or 0-9 (default: the recipe's)")
+    add("--dry-run", action="store_true", help="check all, train one batch, estimate time and disk")
+    named = words[0] if words and not words[0].startswith("-") else "digits"
+    recipe = load_recipe(named) if {"-h", "--help"} & set(words) else None
+    for section, summary, fields in _sections():
+        title = section if recipe is None else f"{section} (defaults as in recipe {named})"
+        group = parser.add_argument_group(title, summary)
         for dotted, field in fields:
-            text = f"{field.description or ''} (default: {_default(field)})".replace("%", "%%")
-            box.add_argument(f"--{dotted}", dest=dotted, metavar="X", help=text)
+            text = f"{field.description or ''} (default: {_default(recipe, dotted)})"
+            group.add_argument(
+                f"--{dotted}",
+                metavar=_values(field),
+                help=text.replace("%", "%%"),
+            )
     parser.add_argument_group(
         "named parts", "by their place, e.g. --arms.all.alpha 2 --teachers.train.epochs 80"
     )
 
 
-def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_report_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.set_defaults(command=_report)
     parser.add_argument("run", help="a run directory")
 
 
-def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_list_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.set_defaults(command=_list)
-    parser.add_argument(
-        "what", nargs="*", default=None, help="recipes, or a choice module (default: everything)"
-    )
+    parser.add_argument("what", nargs="*", help="recipes, or a choice module (default: everything)")
 
 
 _ADD_ARGUMENTS = {"report": _add_report_arguments, "list": _add_list_arguments}
@@ -224,40 +220,48 @@ _ADD_ARGUMENTS = {"report": _add_report_arguments, "list": _add_list_arguments}
 
 def _sections() -> Iterator[tuple[str, str, list[tuple[str, FieldInfo]]]]:
     """Yield the recipe's sections that have fixed keys, with the settings in them."""
-    plain = []
     for name, field in Recipe.model_fields.items():
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Choice:
+        if kind is Choice:
+            yield name, "", [(name, field)]
+        elif isinstance(kind, type) and issubclass(kind, BaseModel):
             summary = (kind.__doc__ or "").strip().split("\n")[0]
-            yield (
-                name,
-                summary,
-                [(f"{name}.{key}", inner) for key, inner in kind.model_fields.items()],
-            )
-        elif kind is Choice:
-            plain.append((name, field))
-    yield "other", "", plain
+            yield name, summary, [(f"{name}.{key}", f) for key, f in kind.model_fields.items()]
 
 
-def _default(field: FieldInfo) -> str:
-    return "none" if field.default is None else str(field.default)
+def _default(recipe: Recipe | None, dotted: str) -> str:
+    value: Any = recipe
+    for key in dotted.split(".") if recipe is not None else ():
+        value = getattr(value, key)
+    if isinstance(value, Choice):
+        shown = ", ".join(f"{key}={item}" for key, item in value.parameters.items())
+        return f"{value.name}({shown})" if shown else value.name
+    return "none" if value is None else str(value)
 
 
-def _dotted(verb: str, words: list[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Return `--arms.erm.alpha 0` and `--arms.erm.alpha=0` as {dotted key: value}."""
-    overrides = {}
+def _values(field: FieldInfo) -> str:
+    literals = [arg for arg in get_args(field.annotation) if isinstance(arg, str)]
+    return "{" + ",".join(literals) + "}" if literals else "X"
+
+
+def _take_settings(words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Take `--arms.erm.alpha 0` and `--arms.erm.alpha=0` out of the words, as {dotted key: value}.
+
+    Before argparse sees them: it does not know the names of arms and teachers, and would
+    take the value of an option it does not know for the recipe.
+    """
+    others, settings = [], {}
     rest = iter(words)
     for word in rest:
-        key, _, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or "." not in key:
-            flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-            raise UserError(f"unknown argument {word!r}; {choose.nearest(word, flags)}")
-        if not value:
-            value = next(rest, "")
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not (word.startswith("--") and "." in key):
+            others.append(word)
+            continue
+        value = value if equals else next(rest, "")
         if not value or value.startswith("--"):
             raise UserError(f"{key}: needs a value, as in --{key} VALUE")
-        overrides[key] = _value(value)
-    return overrides
+        settings[key] = _value(value)
+    return others, settings
 
 
 def _value(text: str) -> Any:

@@ -109,6 +109,7 @@ def load_splits(
         flipped=flipped,
         mean=mean,
         std=std,
+        own_test=source.test is not None,
     )
 
 

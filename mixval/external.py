@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mixval.errors import UserError
 from mixval.files import weight_facts
-from mixval.recipe import Choice, Recipe, Teacher
+from mixval.recipe import Choice, Learner, Recipe, Teacher
 
 
 def check_external(recipe: Recipe, place: str, teacher: Teacher) -> dict[str, str]:
@@ -16,14 +16,24 @@ def check_external(recipe: Recipe, place: str, teacher: Teacher) -> dict[str, st
             f"{place}.weights: no file {str(path)!r}; give a weights.safetensors of a run"
         )
     facts = weight_facts(path)
-    wanted = {"dataset": recipe.data.source.name, "model": described(recipe.model_of(teacher))}
+    wanted = {
+        "dataset": recipe.data.source.name,
+        "model": described(recipe.model_of(teacher)),
+        "labels": labels_seen(recipe, teacher),
+    }
     for key, value in wanted.items():
         if facts.get(key) != value:
             raise UserError(
-                f"{place}.weights: {path} is of another {key} ({facts.get(key)}), "
-                f"this recipe's is {value}; give one that fits"
+                f"{place}.weights: {path} has {key} {facts.get(key)}, "
+                f"this recipe has {value}; give a teacher that fits"
             )
     return facts
+
+
+def labels_seen(recipe: Recipe, learner: Learner) -> str:
+    """Return whose labels a network was trained on, the failures' split included."""
+    from_failures = learner.data == "train+failures"
+    return f"{learner.data} of {recipe.failures.split}" if from_failures else learner.data
 
 
 def described(choice: Choice) -> str:

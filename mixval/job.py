@@ -43,23 +43,28 @@ def run_job(
         print(runner.estimate(recipe, store, stage, arms, cells))
         print("dry run: the recipe is sound, one batch trained, nothing was written")
         return None
-    with store.locked():
+    note = {"command": command, "seeds": recipe.seeds, "stage": stage}
+
+    def begin(cost: runner.Estimate) -> None:
+        print(cost)
         store.bind(recipe)
         store.write_json("environment.json", environment())
-        note = {"command": command, "seeds": recipe.seeds, "stage": stage}
         store.write_json("status.json", {**note, "state": "running"})
+
+    with store.locked():
         try:
-            reused = runner.run_cells(recipe, store, stage, arms, panels, print)
+            reused = runner.run_cells(recipe, store, stage, arms, panels, begin)
         except BaseException as error:
             state, code = exit_state(error)
             ending = {"state": state, "exit_code": code, "cause": str(error)}
-            store.write_json("status.json", {**note, **ending})
+            if store.recipe() is not None:
+                store.write_json("status.json", {**note, **ending})
             raise
         store.write_json("status.json", {**note, "state": "finished", "exit_code": 0})
         if reused:
             print("reused:", ", ".join(f"{count} {kind}" for kind, count in reused.items()))
         if stage != "run":
-            print(f"done: {store.root}")
+            print(stage_summary(store, stage))
             return None
         return _summarise(store)
 
@@ -77,6 +82,31 @@ def write_report(run: Path) -> Path:
     if not results.facts:
         raise UserError(f"{run}: has no finished arm yet; run `mixval run` first")
     return report(results, store)
+
+
+_PLACES = {
+    "base": "base",
+    "failures": "failures",
+    "teacher": "teachers/**",
+    "score": "scores/*",
+    "student": "students/*",
+}
+
+
+def stage_summary(store: Store, stage: str) -> str:
+    """Return the facts of a stage's artifacts, averaged over seeds, and where they lie."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for place, facts in store.finished(f"*/seed-*/{_PLACES[stage]}"):
+        name = "/".join([place[0], "seed-*", *place[2:]])
+        found.setdefault(name, []).append(
+            {k: v for k, v in facts.items() if not isinstance(v, dict)}
+        )
+    lines = []
+    for name, every in found.items():
+        means = {key: sum(facts[key] for facts in every) / len(every) for key in every[0]}
+        shown = ", ".join(f"{key} {value:.4g}" for key, value in means.items())
+        lines.append(f"{store.root}/{name}: {shown} (mean of {len(every)})")
+    return "\n".join(lines)
 
 
 def _summarise(store: Store) -> Path:

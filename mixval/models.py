@@ -6,6 +6,8 @@ from itertools import pairwise
 from torch import nn
 
 from mixval.bounds import BelowOne, Count
+from mixval.choose import nearest
+from mixval.errors import UserError
 
 __all__ = ["conv_net", "mlp", "timm"]
 
@@ -44,6 +46,9 @@ def timm(
     """Return the model of that name from timm, without pretrained weights."""
     import timm as library
 
+    if not library.is_model(architecture):
+        hint = nearest(architecture, library.list_models())
+        raise UserError(f"model: timm has no architecture {architecture!r}; {hint}")
     return library.create_model(
         architecture, num_classes=num_classes, in_chans=shape[0], drop_rate=drop_rate
     )

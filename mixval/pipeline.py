@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from mixval.recipe import Arm, Recipe
 from mixval.stages.base import base
 from mixval.stages.cell import Cell
+from mixval.stages.data import data
 from mixval.stages.evaluation import evaluation
 from mixval.stages.failures import failures
 from mixval.stages.network import Network
@@ -31,6 +32,7 @@ class CellRun:
 
     def upto(self, stage: str, arms: list[str]) -> None:
         """Run the stages in order up to `stage`; `run` is all of them with the evaluation."""
+        data(self.cell, self.store)
         recipe = self.cell.recipe
         wanted = [
             name
@@ -90,7 +92,7 @@ class CellRun:
                 name,
                 self.student(name),
                 self._preparation(arm),
-                self.cell.recipe.leaks_test_labels(arm),
+                self._leaks(arm),
                 self._failures,
                 self.store,
             )
@@ -100,6 +102,11 @@ class CellRun:
 
     def _used(self, teacher_name: str, arms: list[str]) -> bool:
         return any(self.cell.recipe.arms[arm].teacher == teacher_name for arm in arms)
+
+    def _leaks(self, arm: Arm) -> bool:
+        guide = self.cell.recipe.arms[arm.yoked_to].teacher if arm.yoked_to else arm.teacher
+        foreign = guide is not None and self.teacher(guide).may_know_test
+        return foreign or self.cell.recipe.leaks_test_labels(arm)
 
     def _preparation(self, arm: Arm) -> Cost:
         """Return what is trained before this arm can be: its teachers, and the base for F."""

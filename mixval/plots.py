@@ -65,18 +65,22 @@ def r_hat_by_lam(table: ScoreTable) -> Figure:
 
 
 def schedule_curves(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Figure:
-    """Alpha over training, by schedule: high alpha mixes strongly, 0 not at all."""
-    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
-    axes = figure.subplots()
-    for index, (name, (progress, alpha)) in enumerate(curves.items()):
-        style = ("-", "--")[index // len(_COLOURS) % 2]
-        axes.plot(progress, alpha, style, color=_COLOURS[index % len(_COLOURS)], label=name)
-    axes.set(xlabel="progress of training", ylabel="α of Beta(α, α)", xlim=(0, 1))
-    axes.set_yscale("symlog", linthresh=1)
-    axes.set_yticks([0, 0.5, 1, 2, 5, 10], ["0", "0.5", "1", "2", "5", "10"])
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=9, ncols=2)
-    _plain(axes)
+    """Alpha over training, a panel for each schedule: high alpha mixes strongly, 0 not at all."""
+    columns = 3
+    rows = -(-len(curves) // columns)
+    figure = Figure(figsize=(8.4, 2.1 * rows + 0.4), layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes, (name, (progress, alpha)) in zip(grid.flat, curves.items(), strict=False):
+        axes.axhline(1, linestyle=":", **_QUIET)
+        axes.plot(progress, alpha, color=_COLOURS[0], linewidth=2)
+        axes.set_title(name, fontsize=10)
+        axes.set_yticks([0, 1, 5, 10])
+        axes.grid(alpha=0.2)
+        _plain(axes)
+    for axes in list(grid.flat)[len(curves) :]:
+        axes.set_visible(False)
+    figure.supxlabel("progress of training", fontsize=10)
+    figure.supylabel("α of Beta(α, α)", fontsize=10)
     return figure
 
 

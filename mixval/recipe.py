@@ -380,6 +380,8 @@ def _lay_over(described: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(inner, dict):  # a choice in its short form: `alpha: easy`
             inner = described[key] = _long_form(inner)
         described = inner
+    if last == "name" and path:  # another option: the parameters of the old one do not fit it
+        described.clear()
     described[last] = value
 
 

@@ -32,6 +32,12 @@ def check(recipe: "Recipe") -> None:
                 _refuse(
                     f"{kind}", "named with letters, digits, - and _ (names become folders)", name
                 )
+    if recipe.base.data != "train":
+        _refuse(
+            "base.data", "train, so that its failures are on samples it never saw", recipe.base.data
+        )
+    if recipe.base.clean == "filtered":
+        _refuse("base.clean", "full or none: the base has no teacher", "filtered")
     for place, learner in _learners(recipe):
         _check_epochs(recipe, place, learner)
     for name, teacher in recipe.teachers.items():
@@ -130,7 +136,8 @@ def _check_yoke(recipe: "Recipe", place: str, arm: "Arm", other: str) -> None:
         _refuse(
             f"{place}.excluded", "other than refill: refilled mixes can't be replayed", "refill"
         )
-    for key in ("alpha", "mixup_until", "clean", "data", "same_lam", "derange", "epochs"):
+    own = {"title", "control", "teacher", "filter", "guide_until", "guide_fade", "refill_draws"}
+    for key in type(arm).model_fields.keys() - own:
         if getattr(arm, key) != getattr(guided, key):
             _refuse(f"{place}.{key}", f"as in arms.{other}, which it replays", getattr(arm, key))
 

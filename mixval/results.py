@@ -67,7 +67,8 @@ class Results:
     def verdicts(self, panel: str) -> list[str]:
         """Return a sentence for each guided arm, and which arm was best of all."""
         sentences = [self._verdict(panel, arm) for arm in self._judged(panel)]
-        return [*sentences, self._best(panel)] if sentences and len(self.seeds()) > 1 else sentences
+        enough = sentences and len(self.seeds()) > 1 and len(self.rows(panel)) > 1
+        return [*sentences, self._best(panel)] if enough else sentences
 
     def _judged(self, panel: str) -> Iterator[str]:
         for name, arm in self.recipe.arms.items():
@@ -95,8 +96,9 @@ class Results:
             if seen != "train" and settings.data == seen and settings.alpha == arm.alpha:
                 same = self.differences(panel, name, other)
         sentence = verdict((arm.title or name).strip(), controls[False], controls[True], same)
-        leak = " Its numbers leak test labels." if self.recipe.leaks_test_labels(arm) else ""
-        return sentence + leak
+        facts = [f for f in self.facts if f["panel"] == panel and f["arm"] == name]
+        leak = any(fact["leaks_test_labels"] for fact in facts)
+        return sentence + (" Its numbers leak test labels." if leak else "")
 
     def differences(self, panel: str, arm: str, control: str | None) -> dict[str, Interval]:
         """Return the paired differences arm - control by metric; empty if they share no seed."""

@@ -21,7 +21,7 @@ from mixval.pipeline import CellRun
 from mixval.recipe import Learner, Recipe
 from mixval.stages.cell import Cell
 from mixval.store import Store
-from mixval.training import Job, Watch, train
+from mixval.training import Job, Watch, build_model, train
 
 log = logging.getLogger(__name__)
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads and locks
@@ -103,6 +103,9 @@ def estimate(
         seed=seed,
         stream="estimate",
     )
+    models = {model.model_dump_json(): model for model in map(recipe.model_of, missing)}
+    for model in models.values():  # one that can't be built fails here, before anything trains
+        build_model(model, splits, seed, "estimate")
     train(job, engine, None, Watch())  # the first time loads libraries and fills caches
     measured = train(job, engine, None, Watch())
     per_step = measured.cost.seconds / measured.cost.steps
@@ -124,17 +127,18 @@ def run_cells(
     stage: str,
     arms: list[str],
     panels: list[str],
-    announce: Callable[[str], None],
+    begin: Callable[[Estimate], None],
 ) -> Counter[str]:
     """Run every panel and seed up to a stage; return how much of what kind was reused.
 
+    `begin` is called once the cost is measured and the settings have proved to work.
     Raises Interrupted once every process has saved its state.
     """
     cells = [(panel, seed) for seed in recipe.seeds for panel in panels]
     workers = num_workers(recipe, len(cells))
     if workers == 1:
         cost = estimate(recipe, store, stage, arms, cells)
-        announce(str(cost))
+        begin(cost)
         with _stop_on_signals() as stop, _progress(cost.steps) as advance:
             watch = _watch(recipe, stop.is_set, advance)
             return sum(
@@ -145,7 +149,7 @@ def run_cells(
         setup = (stop, progress)
         with ProcessPoolExecutor(workers, _SPAWN, _start_worker, setup) as pool:
             cost = pool.submit(estimate, recipe, store, stage, arms, cells).result()
-            announce(str(cost))
+            begin(cost)
             futures = {
                 pool.submit(_worker_cell, recipe, store, stage, arms, panel, seed)
                 for panel, seed in cells

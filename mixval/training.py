@@ -17,7 +17,7 @@ from mixval import choose
 from mixval.augmentations import draw_uniforms
 from mixval.checkpoints import Checkpoints
 from mixval.engine import Engine
-from mixval.errors import Interrupted
+from mixval.errors import Interrupted, UserError
 from mixval.evaluation import accuracy_and_nll, predict
 from mixval.guidance import Guidance, Record
 from mixval.mixing import RowMaker, draw_plan
@@ -330,10 +330,14 @@ class _Loop:
         )
 
     def _optimiser(self) -> tuple[torch.optim.Optimizer, Any]:
-        from timm.optim import create_optimizer_v2
+        from timm.optim import create_optimizer_v2, list_optimizers
         from timm.scheduler import CosineLRScheduler
 
         training = self.job.training
+        known = [str(name) for name in list_optimizers()]
+        if training.optimizer not in known:
+            hint = choose.nearest(training.optimizer, known)
+            raise UserError(f"training.optimizer: timm has no {training.optimizer!r}; {hint}")
         optimiser = create_optimizer_v2(
             self.model,
             opt=training.optimizer,

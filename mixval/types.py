@@ -62,6 +62,7 @@ class Splits:
     flipped: Tensor  # ids of the train samples whose label was replaced by a wrong one
     mean: Tensor  # (C, 1, 1) of the train pixels in [0, 1]
     std: Tensor  # (C, 1, 1)
+    own_test: bool = False  # whether the dataset came with this test split, the same for all seeds
 
     @property
     def num_classes(self) -> int:

@@ -38,7 +38,7 @@ def failures(cell: Cell, base: Network, store: Store) -> FailureSet:
             artifact.path("failures.parquet"),
             write_page_checksum=True,
         )
-        artifact.finish({"found": len(ids)})
+        artifact.finish({"found": len(ids), "of": len(part)})
     table = pq.read_table(artifact.path("failures.parquet")).to_pydict()
     ids, use = np.array(table["id"], dtype=np.int64), np.array(table["use"])
     return FailureSet(

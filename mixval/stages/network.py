@@ -10,7 +10,7 @@ from torch import nn
 
 from mixval.checkpoints import Checkpoints, load_weights, save_weights
 from mixval.errors import UserError
-from mixval.external import check_external, described
+from mixval.external import check_external, described, labels_seen
 from mixval.guidance import Record
 from mixval.recipe import Learner, Teacher
 from mixval.stages.cell import Cell
@@ -27,6 +27,7 @@ class Network:
     cost: Cost
     fingerprint: str
     record: Record | None = None
+    may_know_test: bool = False  # a file from elsewhere, trained on who knows which split
 
 
 def learn(
@@ -89,7 +90,10 @@ def load_external(cell: Cell, place: str, teacher: Teacher) -> Network:
         model.load_state_dict(load_weights(path))
     except RuntimeError as error:
         raise UserError(f"{place}.weights: {path} does not fit {choice.name}: {error}") from error
-    return Network(model.eval(), Cost(), facts["fingerprint"])
+    # Without a test split of the dataset's own, each seed draws another one: a teacher of
+    # another seed or run may have trained on what is test here.
+    foreign = not cell.splits.own_test and facts.get("splits") != cell.data_fingerprint
+    return Network(model.eval(), Cost(), facts["fingerprint"], may_know_test=foreign)
 
 
 def _save(cell: Cell, job: Job, artifact: Artifact, trained: Trained) -> None:
@@ -97,6 +101,8 @@ def _save(cell: Cell, job: Job, artifact: Artifact, trained: Trained) -> None:
         "dataset": cell.data.source.name,
         "classes": str(cell.splits.num_classes),
         "model": described(job.model),
+        "splits": cell.data_fingerprint,
+        "labels": labels_seen(cell.recipe, job.learner),
         "fingerprint": artifact.fingerprint,
     }
     save_weights(artifact.path("weights.safetensors"), trained.model.state_dict(), header)
@@ -104,7 +110,8 @@ def _save(cell: Cell, job: Job, artifact: Artifact, trained: Trained) -> None:
         save_weights(artifact.path("record.safetensors"), asdict(trained.record), {})
     lines = "".join(json.dumps(row) + "\n" for row in trained.metrics)
     artifact.path("metrics.jsonl").write_text(lines)
-    artifact.finish({"cost": asdict(trained.cost)})
+    last = {key: trained.metrics[-1][key] for key in ("val_dev_accuracy", "val_dev_nll")}
+    artifact.finish({"cost": asdict(trained.cost), **last})
 
 
 def _load(cell: Cell, job: Job, artifact: Artifact, facts: dict[str, Any]) -> Network:

@@ -36,7 +36,8 @@ def scores(
     if cell.reuse(artifact) is None:
         table = score_plan(cell, plan, teacher, point([base.model]))
         write_scores(path, replace(table, provenance=provenance))
-        artifact.finish({"rows": len(table)})
+        share = float((table.r_hat <= 0).mean())
+        artifact.finish({"rows": len(table), "share r_hat <= 0": share})
     return read_scores(path)
 
 

@@ -1,0 +1,27 @@
+"""What a cell learns from, on record: who is in which split, and whose label was flipped."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mixval.stages.cell import Cell
+from mixval.store import Store
+
+
+def data(cell: Cell, store: Store) -> None:
+    """Write id, split and label of every sample but those of test, whose labels stay unread."""
+    artifact = cell.artifact(
+        store, "data", made_from={"settings": cell.data.model_dump(mode="json")}
+    )
+    if cell.reuse(artifact) is not None:
+        return
+    splits = cell.splits
+    parts = {"train": splits.train, "val_f": splits.val_f, "val_dev": splits.val_dev}
+    ids = np.concatenate([part.ids.numpy() for part in parts.values()])
+    names = [name for name, part in parts.items() for _ in range(len(part))]
+    labels = np.concatenate([part.labels.numpy() for part in parts.values()])
+    flipped = np.isin(ids, splits.flipped.numpy())
+    table = pa.table({"id": ids, "split": names, "label": labels, "flipped": flipped})
+    pq.write_table(table, artifact.path("splits.parquet"), write_page_checksum=True)
+    sizes = {name: len(part) for name, part in parts.items()}
+    artifact.finish({**sizes, "test": len(splits.test), "flipped": int(flipped.sum())})
