@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 def run_job(
     recipe: Recipe,
-    out: Path,
+    out: Path | str,
     *,
     stage: str = "run",
     arms: list[str] | None = None,
@@ -30,7 +30,7 @@ def run_job(
     for name, teacher in recipe.teachers.items():
         if teacher.weights is not None:
             check_external(recipe, f"teachers.{name}", teacher)
-    store = Store(out)
+    store = Store(Path(out))
     store.check(recipe)
 
     from mixval import runner

@@ -64,6 +64,9 @@ class Results:
         arms = [arm for arm in self.recipe.arms if self.values(panel, arm)]
         return [self._row(panel, arm) for arm in arms]
 
+    def title(self, arm: str) -> str:
+        return self.recipe.arms[arm].title.strip() or arm
+
     def verdicts(self, panel: str) -> list[str]:
         """Return a sentence for each guided arm, and which arm was best of all."""
         sentences = [self._verdict(panel, arm) for arm in self._judged(panel)]
@@ -80,7 +83,9 @@ class Results:
         """Say which arm that saw no more labels than D came out on top, filtered or not."""
         rows = [r for r in self.rows(panel) if self.recipe.arms[r.arm].data == "train"]
         best = max(rows, key=lambda row: row.accuracy.mean)
-        shown = f"{best.title.strip()} ({100 * best.accuracy.mean:.2f})"
+        yoked_to = self.recipe.arms[best.arm].yoked_to
+        title = f"a yoked control of {self.title(yoked_to)}" if yoked_to else best.title.strip()
+        shown = f"{title} ({100 * best.accuracy.mean:.2f})"
         return f"Most accurate of the arms trained on D: {shown}."
 
     def _verdict(self, panel: str, name: str) -> str:
@@ -95,7 +100,7 @@ class Results:
         for other, settings in arms.items():
             if seen != "train" and settings.data == seen and settings.alpha == arm.alpha:
                 same = self.differences(panel, name, other)
-        sentence = verdict((arm.title or name).strip(), controls[False], controls[True], same)
+        sentence = verdict(self.title(name), controls[False], controls[True], same)
         facts = [f for f in self.facts if f["panel"] == panel and f["arm"] == name]
         leak = any(fact["leaks_test_labels"] for fact in facts)
         return sentence + (" Its numbers leak test labels." if leak else "")

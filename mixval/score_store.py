@@ -25,8 +25,9 @@ def write_scores(path: Path, table: ScoreTable) -> None:
     )
 
 
-def read_scores(path: Path) -> ScoreTable:
+def read_scores(path: Path | str) -> ScoreTable:
     """Return the scores of one part, or of every part in a folder."""
+    path = Path(path)
     if path.is_dir():
         return ScoreTable.join(map(read_scores, sorted(path.glob("part-*.parquet"))))
     try:

@@ -20,7 +20,7 @@ ONE_SKIP = """
 def run_with(pytester: pytest.Pytester, allowed: str, body: str) -> pytest.RunResult:
     pytester.makeconftest(CONFTEST + f"\nALLOWED_SKIPS = {allowed}\n")
     pytester.makepyfile(body)
-    return pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    return pytester.runpytest_inprocess("-p", "no:hypothesispytest", "-p", "no:cacheprovider")
 
 
 def test_an_unexpected_skip_fails_the_session(pytester):
