@@ -12,8 +12,11 @@ class Interrupted(Exception):  # noqa: N818 - it is no error
     """The user or the system asked the run to stop; its state is saved and it can resume."""
 
     def __init__(self, signal_number: int = 2) -> None:
-        super().__init__("stopped, everything is saved")
+        super().__init__(signal_number)  # as its only argument, so that it survives pickling
         self.exit_code = 128 + signal_number
+
+    def __str__(self) -> str:
+        return "stopped, everything is saved"
 
 
 def exit_state(error: BaseException) -> tuple[str, int]:

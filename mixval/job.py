@@ -8,6 +8,7 @@ from mixval.errors import UserError, exit_state
 from mixval.external import check_external
 from mixval.recipe import Recipe
 from mixval.store import Store
+from mixval.work import Work, with_replayed
 
 log = logging.getLogger(__name__)
 
@@ -33,27 +34,27 @@ def run_job(
     store = Store(Path(out))
     store.check(recipe)
 
-    from mixval import runner
-    from mixval.pipeline import with_replayed
+    from mixval.estimate import Estimate, estimate
+    from mixval.runner import run_cells
 
-    arms = with_replayed(recipe, list(recipe.arms) if arms is None else arms)
-    panels = list(recipe.panels) if panels is None else panels
+    chosen = list(recipe.arms) if arms is None else arms
+    over = list(recipe.panels) if panels is None else panels
+    work = Work(recipe, store, stage, with_replayed(recipe, chosen), over)
     if dry_run:
-        cells = [(panel, seed) for panel in panels for seed in recipe.seeds]
-        print(runner.estimate(recipe, store, stage, arms, cells))
+        print(estimate(work))
         print("dry run: the recipe is sound, one batch trained, nothing was written")
         return None
     note = {"command": command, "seeds": recipe.seeds, "stage": stage}
 
-    def begin(cost: runner.Estimate) -> None:
-        print(cost)
+    def begin(cost: Estimate) -> None:
+        print(cost, flush=True)
         store.bind(recipe)
         store.write_json("environment.json", environment())
         store.write_json("status.json", {**note, "state": "running"})
 
     with store.locked():
         try:
-            reused = runner.run_cells(recipe, store, stage, arms, panels, begin)
+            reused = run_cells(work, begin)
         except BaseException as error:
             state, code = exit_state(error)
             ending = {"state": state, "exit_code": code, "cause": str(error)}

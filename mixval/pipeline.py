@@ -1,8 +1,8 @@
-"""The order of the stages of one panel and seed, and the run over all of them; nothing else."""
+"""The order of the stages of one panel and seed, and what each needs; nothing else."""
 
 from dataclasses import dataclass, field
 
-from mixval.recipe import Arm, Recipe
+from mixval.recipe import Arm
 from mixval.stages.base import base
 from mixval.stages.cell import Cell
 from mixval.stages.data import data
@@ -15,8 +15,6 @@ from mixval.stages.teacher import TeacherSet, teacher
 from mixval.store import Store
 from mixval.training import Cost
 from mixval.types import FailureSet
-
-STAGES = ("base", "failures", "teacher", "score", "student", "run")
 
 
 @dataclass
@@ -117,9 +115,3 @@ class CellRun:
         if "train+failures" in pools:
             cost += self.base().cost
         return cost
-
-
-def with_replayed(recipe: Recipe, arms: list[str]) -> list[str]:
-    """Return the arms in the recipe's order, with those that the chosen controls replay."""
-    needed = set(arms) | {recipe.arms[arm].yoked_to for arm in arms}
-    return [arm for arm in recipe.arms if arm in needed]
