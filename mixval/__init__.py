@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from mixval.job import run_job as run
     from mixval.mixing import draw_plan, mix, mixed_targets
     from mixval.posteriors import ensemble, point
-    from mixval.recipe import Recipe, load_recipe, make_recipe
+    from mixval.recipe import Recipe
+    from mixval.recipe_loading import load_recipe, make_recipe
     from mixval.results import Results
     from mixval.rhat import Scorer, score
     from mixval.score_store import read_scores, write_scores
@@ -23,7 +24,8 @@ _HOMES = {
     "compare": ("Interval", "mean_interval", "paired_difference"),
     "mixing": ("draw_plan", "mix", "mixed_targets"),
     "posteriors": ("ensemble", "point"),
-    "recipe": ("Recipe", "load_recipe", "make_recipe"),
+    "recipe": ("Recipe",),
+    "recipe_loading": ("load_recipe", "make_recipe"),
     "results": ("Results",),
     "rhat": ("Scorer", "score"),
     "score_store": ("read_scores", "write_scores"),

@@ -76,6 +76,7 @@ def easy(
     at: InnerFraction = 0.5,
 ) -> float:
     """Return alpha falling exponentially from alpha_max to 0, alpha_mid at `at`: hard to easy."""
+    _check_middle(alpha_mid, alpha_max)
     return exponential(progress, start=alpha_max, middle=alpha_mid, end=0.0, at=at)
 
 
@@ -87,6 +88,7 @@ def hard(
     at: InnerFraction = 0.5,
 ) -> float:
     """Return alpha rising exponentially from 0 to alpha_max, alpha_mid at `at`: easy to hard."""
+    _check_middle(alpha_mid, alpha_max)
     return exponential(progress, start=0.0, middle=alpha_mid, end=alpha_max, at=at)
 
 
@@ -94,6 +96,7 @@ def easy_hard_easy(
     progress: float, *, alpha_max: Positive = 10.0, alpha_mid: Positive = 1.0
 ) -> float:
     """Return alpha rising to alpha_max at half-time and falling; alpha_mid at the quarters."""
+    _check_middle(alpha_mid, alpha_max)
     rise = 1 - abs(2 * progress - 1)
     return exponential(rise, start=0.0, middle=alpha_mid, end=alpha_max)
 
@@ -111,6 +114,11 @@ def points(progress: float, *, at: list[float], alpha: list[float]) -> float:
     right = next(i for i in range(1, len(at)) if progress <= at[i])
     share = (progress - at[right - 1]) / (at[right] - at[right - 1])
     return alpha[right - 1] + (alpha[right] - alpha[right - 1]) * share
+
+
+def _check_middle(alpha_mid: float, alpha_max: float) -> None:
+    if alpha_mid >= alpha_max:
+        raise ValueError(f"alpha_mid must be below alpha_max ({alpha_max}), got {alpha_mid}")
 
 
 def _bend(progress: float, log_base: float) -> float:

@@ -17,10 +17,11 @@ __all__ = ["crop_flip", "none"]
 NUM_UNIFORMS = 3
 
 
-def draw_uniforms(seed: int, epoch: int, num_samples: int) -> Tensor:
-    """Return the random numbers of every sample for one epoch, (N, NUM_UNIFORMS)."""
+def draw_uniforms(seed: int, epoch: int, ids: Tensor) -> Tensor:
+    """Return the random numbers of samples in one epoch, (N, NUM_UNIFORMS), by their ids."""
     rng = generator(seed, "augmentation", epoch)
-    return torch.from_numpy(rng.random((num_samples, NUM_UNIFORMS), dtype=np.float32))
+    every = rng.random((int(ids.max()) + 1, NUM_UNIFORMS), dtype=np.float32)
+    return torch.from_numpy(every)[ids.cpu()]
 
 
 def none(images: Tensor, uniforms: Tensor) -> Tensor:

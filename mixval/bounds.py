@@ -1,4 +1,4 @@
-"""Number types for the signatures of options: the range is part of the type.
+"""Number types for settings and for the signatures of options: the range is part of the type.
 
 `choose` reads these names from an option's signature, so that a recipe value out of
 range is refused before torch is imported.
@@ -6,13 +6,11 @@ range is refused before torch is imported.
 
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 
 NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
-Fraction = Annotated[float, Ge(0), Le(1)]
 InnerFraction = Annotated[float, Gt(0), Lt(1)]
-Share = Annotated[float, Gt(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]

@@ -1,5 +1,6 @@
 """Weights and training state on disk: written whole or not at all, hashed, resumed bit by bit."""
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mixval.files import seal, sealed_facts
+
+log = logging.getLogger(__name__)
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
@@ -27,30 +30,39 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 
 class Checkpoints:
-    """The last two checkpoints of one training; the older one serves if the newer is damaged."""
+    """The last two checkpoints of one training; the older one serves if the newer is damaged.
 
-    def __init__(self, folder: Path) -> None:
+    `made_from` is the fingerprint of all that decides the weights. A checkpoint of
+    something else, or of another torch, is not gone on with.
+    """
+
+    def __init__(self, folder: Path, made_from: str) -> None:
         self.folder = folder
+        self.made_from = {"made_from": made_from, "torch": str(torch.__version__)}
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         final = self.folder / f"step-{step:09d}"
-        if final.exists():
+        if sealed_facts(final) == self.made_from:
             return
         unfinished = self.folder / f".{final.name}.part"
         shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(final, ignore_errors=True)
         unfinished.mkdir(parents=True)
         save_weights(unfinished / "weights.safetensors", tensors, {})
         torch.save(dict(state), unfinished / "state.pt")
-        seal(unfinished, {"step": step})
+        seal(unfinished, self.made_from)
         os.replace(unfinished, final)
         for old in self._steps()[:-2]:
             shutil.rmtree(old)
 
     def latest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return tensors and state of the newest checkpoint that is whole."""
+        """Return tensors and state of the newest checkpoint that is whole and fits."""
         for folder in reversed(self._steps()):
-            if sealed_facts(folder) is not None:
-                state = torch.load(folder / "state.pt", weights_only=True)
+            facts = sealed_facts(folder)
+            if facts is not None and facts != self.made_from:
+                log.warning("%s was made from something else and is not used", folder)
+            elif facts is not None:
+                state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
                 return load_weights(folder / "weights.safetensors"), state
         return None
 

@@ -54,16 +54,24 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"choose from {', '.join(names)}" if len(names) <= 20 else "see --help for what there is"
 
 
+def subset(what: str, names: Iterable[str] | None, known: Iterable[str]) -> list[str]:
+    """Return the chosen names in the order of the known ones; all of them for None."""
+    order = list(known)
+    for name in names or []:
+        if name not in order:
+            raise UserError(f"{what}: unknown {name!r}; {nearest(name, order)}")
+    return [name for name in order if names is None or name in names]
+
+
 def option(module: str, name: str) -> Option:
     """Return the option `name` of `mixval.<module>`, or of the user's own `module:function`."""
     if ":" in name:
         home, function = name.split(":", 1)
-        known = _read(_source(home), exported=False)
-        if function not in known:
-            raise UserError(
-                f"{name}: {home} has no function {function!r}; {nearest(function, known)}"
-            )
-        return known[function]
+        functions = _functions(_source(home))
+        if function not in functions:
+            hint = nearest(function, functions)
+            raise UserError(f"{name}: {home} has no function {function!r}; {hint}")
+        return _option(functions[function])
     known = options(module)
     if name not in known:
         raise UserError(f"unknown option {name!r} of {module}; {nearest(name, known)}")
@@ -73,7 +81,9 @@ def option(module: str, name: str) -> Option:
 @functools.cache
 def options(module: str) -> dict[str, Option]:
     """Return the options of `mixval.<module>` by name."""
-    return _read(Path(__file__).parent / f"{module}.py", exported=True)
+    path = Path(__file__).parent / f"{module}.py"
+    functions = _functions(path)
+    return {name: _option(functions[name]) for name in _exported(path)}
 
 
 def pick(module: str, name: str, parameters: dict[str, Any]) -> Callable[..., Any]:
@@ -97,15 +107,13 @@ def _source(home: str) -> Path:
     return Path(spec.origin)
 
 
-def _read(path: Path, *, exported: bool) -> dict[str, Option]:
+def _functions(path: Path) -> dict[str, ast.FunctionDef]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    names = _exported(tree) if exported else list(functions)
-    return {name: _option(functions[name]) for name in names}
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def _exported(tree: ast.Module) -> list[str]:
-    for node in tree.body:
+def _exported(path: Path) -> list[str]:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
     return []
@@ -116,7 +124,7 @@ def _option(function: ast.FunctionDef) -> Option:
     for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
         kind = Any if argument.annotation is None else _type(argument.annotation)
         fields[argument.arg] = (kind, ... if default is None else ast.literal_eval(default))
-    config = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True)
+    config = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True, strict=True)
     summary = (ast.get_docstring(function) or "").split("\n")[0]
     model = create_model(function.name, __config__=config, **fields)
     return Option(function.name, summary, model)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mixval.bounds import NonNegative
+from mixval.errors import UserError
 
 __all__ = ["balanced", "given", "uniform"]
 
@@ -18,15 +19,15 @@ def balanced(labels: Tensor, num_classes: int) -> Tensor:
     counts = torch.bincount(labels.cpu(), minlength=num_classes)
     if (counts == 0).any():
         empty = (counts == 0).nonzero().flatten().tolist()
-        raise ValueError(f"balanced class weights need every class, got no sample of {empty}")
+        raise UserError(
+            f"training.class_weights: balanced weights need every class, got no sample of {empty}"
+        )
     return len(labels) / (num_classes * counts.float())
 
 
 def given(labels: Tensor, num_classes: int, *, values: list[NonNegative]) -> Tensor:
     """Return these values, scaled to mean 1 over the samples."""
     if len(values) != num_classes:
-        raise ValueError(
-            f"values must name one weight per class ({num_classes}), got {len(values)}"
-        )
+        raise UserError(f"values must name one weight per class ({num_classes}), got {len(values)}")
     weights = torch.tensor(values)
     return weights / weights[labels.cpu()].mean()

@@ -16,7 +16,8 @@ from pydantic.fields import FieldInfo
 
 from mixval import choose
 from mixval.errors import UserError, exit_state
-from mixval.recipe import Choice, Recipe, load_recipe, packaged_recipes
+from mixval.recipe import Choice, Recipe
+from mixval.recipe_loading import load_recipe, packaged_recipes, parse_yaml
 
 VERBS = {
     "the whole job": {
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
+    words = sorted(words, key=lambda word: word == "--debug")  # it may stand anywhere
     try:
         arguments, overrides = _parse(words)
         level = logging.WARNING if arguments.quiet else logging.INFO
@@ -84,19 +86,26 @@ def _fail(error: BaseException, debug: bool) -> int:
 
 def _run(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     recipe = load_recipe(arguments.recipe, overrides)
-    arms = _chosen("--arms", arguments.arms, list(recipe.arms))
-    panels = _chosen("--panels", arguments.panels, list(recipe.panels))
     from mixval.job import run_job
 
     run_job(
         recipe,
         Path(arguments.out or Path("runs") / recipe.name),
         stage=arguments.verb,
-        arms=arms,
-        panels=panels,
+        arms=arguments.arms,
+        panels=arguments.panels,
         dry_run=arguments.dry_run,
-        command=shlex.join(["mixval", *sys.argv[1:]]),
+        command=shlex.join(["mixval", *arguments.words]),
+        say=_say_nothing if arguments.quiet else _say,
     )
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _say_nothing(text: str) -> None:
+    pass
 
 
 def _report(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
@@ -106,7 +115,7 @@ def _report(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
 
 
 def _list(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
-    wanted = _chosen("list", arguments.what or None, ["recipes", *CHOICE_MODULES])
+    wanted = choose.subset("list", arguments.what or None, ["recipes", *CHOICE_MODULES])
     for module in wanted:
         print(module)
         if module == "recipes":
@@ -114,13 +123,6 @@ def _list(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
         else:
             for option in choose.options(module).values():
                 print(f"  {option.signature}\n      {option.summary}")
-
-
-def _chosen(what: str, names: list[str] | None, known: list[str]) -> list[str]:
-    for name in names or []:
-        if name not in known:
-            raise UserError(f"{what}: unknown {name!r}; {choose.nearest(name, known)}")
-    return [name for name in known if names is None or name in names]
 
 
 # -- parsing ------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         if words and verb == words[0]:  # the settings of the others are not needed
             _ADD_ARGUMENTS.get(verb, _add_run_arguments)(sub, words[1:])
     others, settings = _take_settings(words)
-    arguments, unknown = parser.parse_known_args(others)
+    arguments, unknown = parser.parse_known_args(others, argparse.Namespace(words=words))
     if arguments.verb is None:
         parser.print_help()
         raise SystemExit(0)
@@ -266,7 +268,7 @@ def _take_settings(words: list[str]) -> tuple[list[str], dict[str, Any]]:
 
 def _value(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError:
         return text
 

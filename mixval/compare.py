@@ -28,8 +28,11 @@ class Interval:
 
     @property
     def sign(self) -> int:
-        """+1 or -1 where the interval leaves zero out, else 0: nothing can be said."""
-        if math.isnan(self.half_width) or self.low <= 0 <= self.high:
+        """+1 or -1 where the interval leaves zero out, else 0: nothing can be said.
+
+        Nor where the spread is zero: equal differences of a few seeds do not estimate it.
+        """
+        if not self.half_width > 0 or self.low <= 0 <= self.high:
             return 0
         return 1 if self.mean > 0 else -1
 
@@ -59,6 +62,7 @@ def verdict(
     control: Mapping[str, Interval],
     lam_control: Mapping[str, Interval],
     same_labels: Mapping[str, Interval],
+    same_labels_arm: str = "",
 ) -> str:
     """Return one sentence: did filtering beat its yoked controls, and the labels used directly?
 
@@ -70,13 +74,14 @@ def verdict(
     if accuracy.n < 2:
         return f"{arm}: no verdict from one seed; run more (--seeds 0-9)."
     sentence = f"{arm}: {_finding(accuracy)} ({_shown(control)} against its yoked control"
-    if lam_control:
+    if lam_control and lam_control["accuracy"].n > 1:
         sentence += f"; {_shown(lam_control)} against the one within λ-deciles"
+        if accuracy.sign > 0 and lam_control["accuracy"].sign <= 0:
+            sentence += ", so selecting by λ alone may explain it"
     sentence += f"; n = {accuracy.n})"
-    if accuracy.sign > 0 and lam_control and lam_control["accuracy"].sign <= 0:
-        sentence += ", but selecting by λ alone may explain it"
-    if same_labels:
-        sentence += f". {_labels_finding(same_labels['accuracy'])} ({_shown(same_labels)})"
+    if same_labels and same_labels["accuracy"].n > 1:
+        finding = _labels_finding(same_labels["accuracy"])
+        sentence += f"; {finding} {same_labels_arm} ({_shown(same_labels)})"
     return sentence + "."
 
 
@@ -88,9 +93,9 @@ def _finding(accuracy: Interval) -> str:
 
 def _labels_finding(accuracy: Interval) -> str:
     return {
-        1: "It beat training directly on the labels its teacher saw",
-        -1: "Training directly on the labels its teacher saw did better",
-        0: "Training directly on the labels its teacher saw did as well",
+        1: "it beat using the labels its teacher saw directly:",
+        -1: "using the labels its teacher saw directly did better:",
+        0: "no difference shown to using the labels its teacher saw directly:",
     }[accuracy.sign]
 
 

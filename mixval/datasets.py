@@ -40,6 +40,8 @@ def npz(*, path: str) -> Source:
     test = None
     if "images_test" in arrays:
         test = _part(arrays["images_test"], arrays["labels_test"], len(train), path)
+        if test.images.shape[1:] != train.images.shape[1:]:
+            raise UserError(f"{path}: images_test must have the size and channels of images")
     count = int(train.labels.max()) + 1
     if test is not None and int(test.labels.max()) >= count:
         raise UserError(f"{path}: labels_test must be among the {count} classes of labels")
@@ -52,7 +54,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
             f"data.source.path: no file {str(path)!r}; give an .npz with images and labels"
         )
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except Exception as error:  # numpy, zipfile and zlib each raise their own
         raise UserError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
@@ -84,6 +86,8 @@ def load_splits(
     """Return the source divided for this seed: stratified, label noise in train only."""
     rest = np.arange(len(source.train))
     labels = source.train.labels.numpy()
+    if train is None and source.test is None:
+        raise UserError("data.train: must be given: this dataset has no test split of its own")
     wanted = val_f + val_dev + (train or 1)
     if wanted > len(rest) - (source.test is None):
         raise UserError(
@@ -109,6 +113,7 @@ def load_splits(
         flipped=flipped,
         mean=mean,
         std=std,
+        content=source.train.fingerprint,
         own_test=source.test is not None,
     )
 

@@ -1,5 +1,6 @@
 """Device, threads and what they resolve to; written into the run and pinned on resume."""
 
+import os
 from dataclasses import asdict, dataclass
 
 import torch
@@ -23,7 +24,16 @@ def start_engine(device: str, threads: int) -> Engine:
     """Resolve `auto`, set the number of threads for this process, and check the device."""
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)  # late in training, subnormal gradients slow a CPU tenfold
+    torch.backends.cudnn.deterministic = True  # a resume must repeat every bit
+    torch.backends.cudnn.benchmark = False
     return Engine(torch.device(_resolve(device)), threads)
+
+
+def num_workers(device: str, asked: int, cells: int) -> int:
+    """Return how many processes share the cells: one per core that is ours, one on a GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    default = (cores or 1) if _resolve(device) == "cpu" else 1
+    return min(asked or default, cells)
 
 
 def _resolve(device: str) -> str:

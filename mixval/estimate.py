@@ -1,16 +1,25 @@
 """What a run will take: the networks that are not there yet, and a few batches measured."""
 
+import contextlib
+import itertools
+import tempfile
+import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
-
-from mixval.engine import start_engine
+from mixval.engine import Engine, start_engine
+from mixval.errors import Interrupted
+from mixval.pipeline import CellRun
 from mixval.recipe import Learner, Recipe
 from mixval.stages.cell import Cell
-from mixval.training import Job, Watch, build_model, train
+from mixval.store import Store
+from mixval.training import Job, Watch, build_model, num_steps, train
 from mixval.work import Work
 
 Place = tuple[str, ...]
+_Learner = TypeVar("_Learner", bound=Learner)
+_MEASURED_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -48,25 +57,60 @@ def estimate(work: Work) -> Estimate:
         build_model(model, splits, seed, "estimate")
     job = Job(
         learner=Learner(),
-        training=recipe.training.model_copy(update={"warmup_epochs": 0}),
+        training=recipe.training,
         model=recipe.model,
-        epochs=1,
-        part=splits.train.take(np.arange(min(len(splits.train), 4 * size))),
+        epochs=recipe.training.epochs,
+        part=splits.train,
         splits=splits,
         seed=seed,
         stream="estimate",
     )
-    train(job, engine, None, Watch())  # the first time loads libraries and fills caches
-    measured = train(job, engine, None, Watch())
-    weights = sum(tensor.numel() for tensor in measured.model.state_dict().values())
-    steps = sum(map(recipe.epochs_of, missing)) * -(-len(splits.train) // size)
+    _seconds_of(job, engine, 2)  # the first time loads libraries and fills caches
+    per_step = _seconds_of(job, engine, _MEASURED_STEPS) / _MEASURED_STEPS
+    weights = sum(
+        t.numel() for t in build_model(recipe.model, splits, seed, "x").state_dict().values()
+    )
+    steps = sum(map(recipe.epochs_of, missing)) * num_steps(len(splits.train), size)
     return Estimate(
         networks=len(missing),
         steps=steps,
-        seconds=steps * measured.cost.seconds / measured.cost.steps / work.workers,
+        seconds=steps * per_step / work.workers,
         megabytes=len(missing) * weights * 4 / 1e6,
         workers=work.workers,
     )
+
+
+def _seconds_of(job: Job, engine: Engine, steps: int) -> float:
+    """Return how long the first steps of a job take."""
+    polls = itertools.count(1)
+    start = time.monotonic()
+    with contextlib.suppress(Interrupted):
+        train(job, engine, None, Watch(should_stop=lambda: next(polls) >= steps))
+    return time.monotonic() - start
+
+
+def rehearse(work: Work) -> None:
+    """Run every stage and arm of the first cell on a little data, in a folder thrown away after."""
+    recipe = work.recipe
+    panel, seed = work.cells[0]
+    engine = start_engine(recipe.engine.device, recipe.engine.threads)
+    splits = Cell(recipe, panel, seed, engine).splits
+    little = min(len(splits.train), max(recipe.training.batch_size, 2 * splits.num_classes))
+    short = {"epochs": 2, "warmup_epochs": 0}
+    update = {
+        "data": recipe.data.model_copy(update={"train": little}),
+        "training": recipe.training.model_copy(update=short),
+        "base": _shortened(recipe.base),
+        "teachers": {name: _shortened(teacher) for name, teacher in recipe.teachers.items()},
+        "arms": {name: _shortened(arm) for name, arm in recipe.arms.items()},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        cell = Cell(recipe.model_copy(update=update), panel, seed, engine)
+        CellRun(cell, Store(Path(folder))).upto(work.stage, work.arms)
+
+
+def _shortened(learner: _Learner) -> _Learner:
+    return learner.model_copy(update={"epochs": None})
 
 
 def planned_networks(recipe: Recipe, stage: str, arms: list[str]) -> list[tuple[Place, Learner]]:

@@ -1,6 +1,7 @@
 """The teacher's part of a training step: scores -> weights, with replay, refill and stopping."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mixval.objectives import Weights
-from mixval.rhat import Scorer, Scores
+from mixval.rhat import Scored, Scorer
 from mixval.types import Batch, MixScores
 
 Policy = Callable[[MixScores], Tensor]
@@ -50,29 +51,33 @@ class Guidance:
         `rows` is the epoch and the rows of its plan that the step covers.
         """
         sizes = [len(batch.clean) for batch in batches]
-        mixed_scores = self._scores(batches, [pair[1] for pair in logits], mixed=True)
-        replayed = None if self.replay is None else self.replay.mixed[rows].float()
-        lam = torch.cat([batch.lam for batch in batches if batch.lam is not None])
-        mixed = self._decide(lam, mixed_scores, rng, replayed, faded)
-        clean = torch.ones_like(mixed)
+        lam = torch.cat(
+            [b.clean.new_ones(len(b.clean)) if b.lam is None else b.lam for b in batches]
+        )
+        mixed = clean = torch.ones_like(lam)
+        soft: list[Tensor | None] = [None] * len(batches)
+        if batches[0].mixed is not None:
+            scores = self._scores(batches, [pair[1] for pair in logits], mixed=True)
+            replayed = None if self.replay is None else self.replay.mixed[rows].float()
+            mixed = self._decide(lam, scores, rng, replayed, faded)
+            soft = [scored.soft_labels for scored in scores] if self.relabels else soft
         if self.filters_clean:
-            clean_scores = self._scores(batches, [pair[0] for pair in logits], mixed=False)
+            scores = self._scores(batches, [pair[0] for pair in logits], mixed=False)
             replayed = None if self.replay is None else self.replay.clean[rows].float()
-            clean = self._decide(torch.ones_like(lam), clean_scores, rng, replayed, faded)
-        soft = [s.soft_labels for s in mixed_scores] if self.relabels else [None] * len(batches)
+            clean = self._decide(torch.ones_like(lam), scores, rng, replayed, faded)
         parts = zip(torch.split(mixed, sizes), torch.split(clean, sizes), soft, strict=True)
         return [Weights(m, c, s) for m, c, s in parts]
 
     def accepts(self, model: nn.Module, batch: Batch, rng: np.random.Generator) -> Tensor:
         """Return which mixes the policy keeps, as a mask: for `refill`, before the step."""
         assert batch.mixed is not None and batch.lam is not None
-        with torch.no_grad():
+        with without_traces(model):
             scores = self._scores([batch], [model(batch.mixed)], mixed=True)
         return self._decide(batch.lam, scores, rng, None, 0.0) > 0.5
 
     def _scores(
         self, batches: list[Batch], logits: list[Tensor | None], *, mixed: bool
-    ) -> list[Scores]:
+    ) -> list[Scored]:
         if self.scorer is None:
             return []
         scores = []
@@ -88,7 +93,7 @@ class Guidance:
     def _decide(
         self,
         lam: Tensor,
-        scores: list[Scores],
+        scores: list[Scored],
         rng: np.random.Generator,
         replayed: Tensor | None,
         faded: float,
@@ -113,11 +118,34 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Record:
-    """The weights that were given to every row of every epoch's plan, (epochs, rows)."""
+    """The weights that were given to every row of every epoch's plan, (epochs, rows).
+
+    NaN where nothing was mixed, or no clean sample was filtered.
+    """
 
     mixed: Tensor
     clean: Tensor
 
     @staticmethod
     def blank(epochs: int, rows: int) -> "Record":
-        return Record(*(torch.ones(epochs, rows, dtype=torch.float16) for _ in range(2)))
+        return Record(*(torch.full((epochs, rows), torch.nan, dtype=torch.float16) for _ in "mc"))
+
+    def write(self, epoch: int, rows: slice, weights: list[Weights], *, mixes: bool) -> None:
+        if mixes:
+            self.mixed[epoch, rows] = torch.cat([w.mixed for w in weights]).cpu().half()
+        self.clean[epoch, rows] = torch.cat([w.clean for w in weights]).cpu().half()
+
+
+@contextmanager
+def without_traces(model: nn.Module) -> Iterator[None]:
+    """Run the model without gradients, leaving BatchNorm and the generators as they were.
+
+    A pass that only scores must not make a guided student differ from its control.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = next(model.parameters()).device
+    forked = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(forked):
+        yield
+        for buffer, before in buffers:
+            buffer.copy_(before)

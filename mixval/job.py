@@ -1,16 +1,15 @@
 """A run from its recipe to its report: what the command line calls."""
 
-import logging
+from collections.abc import Callable
 from pathlib import Path
 
+from mixval import choose
 from mixval.environment import environment
 from mixval.errors import UserError, exit_state
 from mixval.external import check_external
 from mixval.recipe import Recipe
 from mixval.store import Store
 from mixval.work import Work, with_replayed
-
-log = logging.getLogger(__name__)
 
 
 def run_job(
@@ -22,52 +21,71 @@ def run_job(
     panels: list[str] | None = None,
     dry_run: bool = False,
     command: str = "",
+    say: Callable[[str], None] = print,
 ) -> Path | None:
     """Run the recipe up to a stage in the directory `out`; return the path of its report, if any.
 
     Everything that can be checked without torch is checked first, and nothing is written
     before it is.
     """
+    chosen = choose.subset("arms", arms, recipe.arms)
+    over = choose.subset("panels", panels, recipe.panels)
     for name, teacher in recipe.teachers.items():
         if teacher.weights is not None:
             check_external(recipe, f"teachers.{name}", teacher)
     store = Store(Path(out))
     store.check(recipe)
 
-    from mixval.estimate import Estimate, estimate
+    from mixval.engine import num_workers
+
+    settings = recipe.engine
+    workers = num_workers(settings.device, settings.workers, len(over) * len(recipe.seeds))
+    work = Work(recipe, store, stage, with_replayed(recipe, chosen), over, workers)
+    if dry_run:
+        _rehearse(work, say)
+        return None
+    with store.locked():
+        _run_recorded(work, command, say)
+        return _summarise(store, say) if stage == "run" else None
+
+
+def _rehearse(work: Work, say: Callable[[str], None]) -> None:
+    from mixval.estimate import estimate, rehearse
+
+    rehearse(work)
+    say(str(estimate(work)))
+    say("dry run: every network trained a few steps on a part of the data; nothing was kept")
+
+
+def _run_recorded(work: Work, command: str, say: Callable[[str], None]) -> None:
+    """Run the cells, and keep on record how it stands: running, finished, interrupted, failed."""
+    from mixval.estimate import Estimate
     from mixval.runner import run_cells
 
-    chosen = list(recipe.arms) if arms is None else arms
-    over = list(recipe.panels) if panels is None else panels
-    work = Work(recipe, store, stage, with_replayed(recipe, chosen), over)
-    if dry_run:
-        print(estimate(work))
-        print("dry run: the recipe is sound, one batch trained, nothing was written")
-        return None
-    note = {"command": command, "seeds": recipe.seeds, "stage": stage}
+    store = work.store
+    note = {"command": command, "seeds": work.recipe.seeds, "stage": work.stage}
 
     def begin(cost: Estimate) -> None:
-        print(cost, flush=True)
-        store.bind(recipe)
-        store.write_json("environment.json", environment())
+        say(str(cost))
+        store.bind(work.recipe)
         store.write_json("status.json", {**note, "state": "running"})
+        before = store.read_json("environment.json") or []
+        if environment() not in before:
+            store.write_json("environment.json", [*before, environment()])
 
-    with store.locked():
-        try:
-            reused = run_cells(work, begin)
-        except BaseException as error:
-            state, code = exit_state(error)
+    try:
+        reused = run_cells(work, begin)
+    except BaseException as error:
+        state, code = exit_state(error)
+        if store.recipe() is not None:
             ending = {"state": state, "exit_code": code, "cause": str(error)}
-            if store.recipe() is not None:
-                store.write_json("status.json", {**note, **ending})
-            raise
-        store.write_json("status.json", {**note, "state": "finished", "exit_code": 0})
-        if reused:
-            print("reused:", ", ".join(f"{count} {kind}" for kind, count in reused.items()))
-        if stage != "run":
-            print(stage_summary(store, stage))
-            return None
-        return _summarise(store)
+            store.write_json("status.json", {**note, **ending})
+        raise
+    store.write_json("status.json", {**note, "state": "finished", "exit_code": 0})
+    if reused:
+        say("reused: " + ", ".join(f"{count} {kind}" for kind, count in reused.items()))
+    if work.stage != "run":
+        say(stage_summary(store, work.stage))
 
 
 def write_report(run: Path) -> Path:
@@ -97,6 +115,7 @@ _PLACES = {
 def stage_summary(store: Store, stage: str) -> str:
     """Return the facts of a stage's artifacts, averaged over seeds, and where they lie."""
     found: dict[str, list[dict[str, float]]] = {}
+    leaking: set[str] = set()
     for place, facts in store.finished(f"*/seed-*/{_PLACES[stage]}"):
         name = "/".join([place[0], "seed-*", *place[2:]])
         found.setdefault(name, []).append(
@@ -106,17 +125,18 @@ def stage_summary(store: Store, stage: str) -> str:
     for name, every in found.items():
         means = {key: sum(facts[key] for facts in every) / len(every) for key in every[0]}
         shown = ", ".join(f"{key} {value:.4g}" for key, value in means.items())
-        lines.append(f"{store.root}/{name}: {shown} (mean of {len(every)})")
+        leak = ", leaks test labels" if name in leaking else ""
+        lines.append(f"{store.root}/{name}: {shown} (mean of {len(every)}){leak}")
     return "\n".join(lines)
 
 
-def _summarise(store: Store) -> Path:
+def _summarise(store: Store, say: Callable[[str], None]) -> Path:
     from mixval.report.render import text_table
     from mixval.results import Results
 
     recipe = store.recipe()
     assert recipe is not None
-    print(text_table(Results.read(recipe, store)))
+    say(text_table(Results.read(recipe, store)))
     path = write_report(store.root)
-    print(f"\nreport: {path}")
+    say(f"\nreport: {path}")
     return path

@@ -86,18 +86,18 @@ class RowMaker:
         first = torch.from_numpy(rows.first).to(device)
         clean = self.inputs(first, uniforms)
         targets = F.one_hot(labels[first], self.num_classes).to(clean.dtype)
+        fold = None if self.folds is None else self.folds[first]
         if not rows.mixes:
-            return Batch(clean, targets)
+            return Batch(clean, targets, fold=fold)
         second = torch.from_numpy(rows.second).to(device)
         lam = torch.from_numpy(rows.lam).to(device, clean.dtype)
-        partner_targets = F.one_hot(labels[second], self.num_classes).to(clean.dtype)
         return Batch(
             clean=clean,
             clean_targets=targets,
             mixed=mix(clean, self.inputs(second, uniforms), lam),
-            mixed_targets=mix(targets, partner_targets, lam),
+            mixed_targets=mixed_targets(labels[first], labels[second], lam, self.num_classes),
             lam=lam,
-            fold=None if self.folds is None else self.folds[first],
+            fold=fold,
         )
 
 

@@ -9,15 +9,12 @@ whole optimiser step, over all micro-batches, so arms that keep fewer mixes are 
 given larger steps. With class weights, B becomes the sum of the rows' class weights.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from mixval.types import Batch
-
-Loss = Callable[..., Tensor]  # (logits, soft targets, class weight) -> (B,)
+from mixval.types import Batch, Loss
 
 
 @dataclass(frozen=True)
@@ -82,26 +79,21 @@ class Objective:
 
     def step_size(self, batches: list[Batch], weights: list[Weights]) -> tuple[Tensor, Tensor]:
         """Return what the clean and the mixed sums of a whole optimiser step are divided by."""
-        clean = sum(
-            self._rows(b.clean_targets, w.clean) for b, w in zip(batches, weights, strict=True)
-        )
-        if batches[0].mixed is None or not self.uses_clean:
-            scale = 1
-        else:
-            scale = 2 if self.normalise == "joint" else 1
-        mixed = clean
-        if batches[0].mixed_targets is not None:
-            pairs = zip(batches, weights, strict=True)
-            mixed = sum(self._rows(b.mixed_targets, w.mixed) for b, w in pairs)
-        return scale * torch.as_tensor(clean), scale * torch.as_tensor(mixed)
+        pairs = list(zip(batches, weights, strict=True))
+        kept = self.normalise == "kept"
+        clean = sum(self._rows(b.clean_targets, w.clean, kept) for b, w in pairs)
+        if batches[0].mixed_targets is None:
+            return _not_zero(clean), _not_zero(clean)
+        kept = kept and self.excluded in ("drop", "refill")
+        mixed = sum(self._rows(b.mixed_targets, w.mixed, kept) for b, w in pairs)
+        scale = 2 if self.normalise == "joint" and self.uses_clean else 1
+        return scale * _not_zero(clean), scale * _not_zero(mixed)
 
-    def _rows(self, targets: Tensor | None, weight: Tensor) -> Tensor:
+    def _rows(self, targets: Tensor | None, weight: Tensor, kept: bool) -> Tensor:
         """Return the planned number of rows, or of those kept, each with its class weight."""
         assert targets is not None
         rows = torch.ones_like(weight) if self.class_weight is None else targets @ self.class_weight
-        if self.normalise == "kept" and self.excluded == "drop":
-            return (rows * weight).sum().clamp_min(torch.finfo(rows.dtype).tiny)
-        return rows.sum()
+        return (rows * weight if kept else rows).sum()
 
     def _instead(
         self, logits: tuple[Tensor | None, Tensor | None], batch: Batch, weights: Weights
@@ -114,3 +106,9 @@ class Objective:
 
     def _loss(self, logits: Tensor | None, targets: Tensor | None) -> Tensor:
         return self.loss(logits, targets, self.class_weight)
+
+
+def _not_zero(rows: Tensor | int) -> Tensor:
+    """Return the number of rows, or 1 where there are none: the sum over no rows is 0 anyway."""
+    total = torch.as_tensor(rows)
+    return torch.where(total > 0, total, torch.ones_like(total))

@@ -14,7 +14,7 @@ from mixval.stages.student import student
 from mixval.stages.teacher import TeacherSet, teacher
 from mixval.store import Store
 from mixval.training import Cost
-from mixval.types import FailureSet
+from mixval.types import FailureSet, Ints
 
 
 @dataclass
@@ -78,6 +78,7 @@ class CellRun:
                 self._failures_for(arm.data),
                 self.teacher(arm.teacher) if arm.teacher else None,
                 self.student(arm.yoked_to) if arm.yoked_to else None,
+                self._guide_folds(arm),
                 self.store,
             )
         return self._students[name]
@@ -91,9 +92,17 @@ class CellRun:
                 self.student(name),
                 self._preparation(arm),
                 self._leaks(arm),
-                self._failures,
+                self.failures() if self.cell.recipe.failures.holdout else None,
                 self.store,
             )
+
+    def _guide_folds(self, arm: Arm) -> Ints | None:
+        guide = self._guide(arm)
+        return None if guide is None else self.teacher(guide).folds
+
+    def _guide(self, arm: Arm) -> str | None:
+        """Return the teacher behind an arm: its own, or that of the arm it replays."""
+        return self.cell.recipe.arms[arm.yoked_to].teacher if arm.yoked_to else arm.teacher
 
     def _failures_for(self, data: str) -> FailureSet | None:
         return self.failures() if data == "train+failures" else None
@@ -102,7 +111,7 @@ class CellRun:
         return any(self.cell.recipe.arms[arm].teacher == teacher_name for arm in arms)
 
     def _leaks(self, arm: Arm) -> bool:
-        guide = self.cell.recipe.arms[arm.yoked_to].teacher if arm.yoked_to else arm.teacher
+        guide = self._guide(arm)
         foreign = guide is not None and self.teacher(guide).may_know_test
         return foreign or self.cell.recipe.leaks_test_labels(arm)
 

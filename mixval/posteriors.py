@@ -1,5 +1,6 @@
 """Fitted weights -> a Posterior that draws: inputs -> log-probabilities (S, B, K)."""
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -36,6 +37,7 @@ def out_of_fold(models: Sequence[nn.Module]) -> Posterior:
     @torch.no_grad()
     def draws(inputs: Tensor, fold: Tensor | None = None) -> Tensor:
         assert fold is not None, "out-of-fold teachers need the fold of each row"
+        assert int(fold.max()) < len(frozen), "a fold without a teacher"
         every = [F.log_softmax(model(inputs[fold == k]), dim=-1) for k, model in enumerate(frozen)]
         log_probs = every[0].new_empty(len(inputs), every[0].shape[1])
         for k, rows in enumerate(every):
@@ -46,4 +48,4 @@ def out_of_fold(models: Sequence[nn.Module]) -> Posterior:
 
 
 def _frozen(model: nn.Module) -> nn.Module:
-    return model.eval().requires_grad_(False)
+    return copy.deepcopy(model).eval().requires_grad_(False)  # the caller's goes on as it was

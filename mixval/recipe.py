@@ -1,16 +1,20 @@
-"""The frozen, validated configuration of a run: sections, loading, overriding.
+"""The frozen, validated configuration of a run, section by section.
 
 Everything here works without torch, so that a bad recipe fails at once.
 """
 
-import math
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+)
 
 from mixval import choose
 from mixval.bounds import (
@@ -22,17 +26,17 @@ from mixval.bounds import (
     Positive,
     Seed,
 )
-from mixval.errors import UserError
 from mixval.recipe_errors import one_line
 
-PACKAGED = Path(__file__).parent / "recipes"
+NAMED = ("arms", "teachers", "panels")  # sections whose keys are names of the user's
+UNREAD = ("*",)  # as allowed code: keep names of code as text, look nothing up
 
 
 class Section(BaseModel):
     """A part of a recipe: frozen, no unknown keys, finite numbers only."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, strict=True
     )
 
 
@@ -47,11 +51,12 @@ class Choice(BaseModel):
         return dict(self.model_extra or {})
 
 
-def _read_choice(module: str, value: Any) -> Any:
+def _read_choice(module: str, value: Any, info: ValidationInfo) -> Any:
     """Turn `easy`, `2.5` (a constant alpha) or `{name: easy, ...}` into a checked Choice."""
     if isinstance(value, Choice):
         value = value.model_dump()
-    if module == "alpha_schedules" and isinstance(value, int | float):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if module == "alpha_schedules" and number:
         value = {"name": "constant", "value": value}
     if isinstance(value, str):
         value = {"name": value}
@@ -59,6 +64,11 @@ def _read_choice(module: str, value: Any) -> Any:
         raise ValueError(f"needs the name of an option of {module}, or {{name: ..., ...}}")
     name = value["name"]
     given = {key: item for key, item in value.items() if key != "name"}
+    allowed = (info.context or {}).get("code")
+    if ":" in name and allowed == UNREAD:
+        return Choice(name=name, **given)
+    if ":" in name and allowed is not None and name not in allowed:
+        raise ValueError(f"{name!r} names code; give it on the command line, never in a file")
     option = choose.option(module, name)
     try:
         checked = option.parameters.model_validate(given)
@@ -96,7 +106,9 @@ class Training(Section):
         50, description="clean samples per optimiser step, over all processes"
     )
     accumulate: Count = Field(1, description="micro-batches per optimiser step")
-    optimizer: str = Field("sgd", description="name in timm.optim")
+    optimizer: Literal[
+        "sgd", "momentum", "adam", "adamw", "nadamw", "radam", "lamb", "lion", "rmsprop"
+    ] = Field("sgd", description="of timm.optim; sgd has Nesterov momentum, momentum has not")
     lr: Positive = Field(0.1, description="peak learning rate; cosine to 0")
     momentum: BelowOne = Field(0.9, description="momentum, for the optimisers that have it")
     weight_decay: NonNegative = Field(5e-4, description="weight decay")
@@ -169,7 +181,7 @@ class Teacher(Learner):
     )
 
 
-class Scores(Section):
+class ScoreSettings(Section):
     """r_hat of a fixed probe plan, base against teacher, and again while students train."""
 
     rows: CountOrZero = Field(1000, description="mixes in the probe plan; 0 for none")
@@ -217,12 +229,16 @@ class Panel(Section):
     label_noise: BelowOne | None = Field(None, description="replaces data.label_noise")
 
 
-class Engine(Section):
+class EngineSettings(Section):
     """Where and how precisely it is computed. All but `workers` can change the last bits."""
 
-    device: str = Field("auto", description="auto, cpu, cuda, mps")
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, cuda, cuda:1, mps"
+    )
     threads: Count = Field(1, description="threads per process")
-    workers: CountOrZero = Field(0, description="processes for panels and seeds; 0: one per core")
+    workers: CountOrZero = Field(
+        0, description="processes for panels and seeds; 0: one per core, one with a GPU"
+    )
     checkpoint_seconds: Positive = Field(60.0, description="seconds between checkpoints")
 
 
@@ -238,18 +254,11 @@ class Recipe(Section):
     base: Learner = Field(Learner(), description="the network whose failures are looked for")
     failures: Failures = Failures()
     teachers: dict[str, Teacher] = Field({}, description="teachers by name")
-    scores: Scores = Scores()
+    scores: ScoreSettings = ScoreSettings()
     arms: dict[str, Arm] = Field({}, description="students by name")
     panels: dict[str, Panel] = Field({"main": Panel()}, description="variants of the data")
     seeds: list[Seed] = Field([0], min_length=1, description="seeds; every arm runs with each")
-    engine: Engine = Engine()
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        from mixval.recipe_rules import check  # the rules between sections have a file of their own
-
-        check(self)
-        return self
+    engine: EngineSettings = EngineSettings()
 
     def epochs_of(self, learner: Learner) -> int:
         return learner.epochs or self.training.epochs
@@ -262,16 +271,22 @@ class Recipe(Section):
         return self.data if noise is None else self.data.model_copy(update={"label_noise": noise})
 
     def leaks_test_labels(self, learner: Learner) -> bool:
-        """Whether any test label reached this network, by training or through its teacher."""
-        if learner.data == "train+test":
-            return True
-        if learner.data == "train+failures" and self.failures.split == "test":
-            return True
+        """Whether any test label reached this network: by training, its teacher, or a replay."""
+        behind: list[Learner] = []
         if isinstance(learner, Arm) and learner.teacher:
-            return self.leaks_test_labels(self.teachers[learner.teacher])
+            behind.append(self.teachers[learner.teacher])
         if isinstance(learner, Arm) and learner.yoked_to:
-            return self.leaks_test_labels(self.arms[learner.yoked_to])
-        return False
+            behind.append(self.arms[learner.yoked_to])
+        from_failures = learner.data == "train+failures" and self.failures.split == "test"
+        own = learner.data == "train+test" or from_failures
+        return own or any(map(self.leaks_test_labels, behind))
+
+    def knows_only_train(self, arm: Arm) -> bool:
+        """Whether neither the arm nor what guides it has seen a label outside `train`."""
+        guides = [self.teachers[arm.teacher]] if arm.teacher else []
+        replayed = [self.arms[arm.yoked_to]] if arm.yoked_to else []
+        alone = arm.data == "train" and all(teacher.data == "train" for teacher in guides)
+        return alone and all(map(self.knows_only_train, replayed))
 
     def conflict_with(self, other: "Recipe") -> str | None:
         """Return the first key whose values can't live in one run directory, if there is one.
@@ -282,7 +297,7 @@ class Recipe(Section):
         mine, theirs = (_flat(recipe.model_dump(mode="json")) for recipe in (self, other))
         for key in sorted(mine.keys() | theirs.keys()):
             named = key.split(".")[:2]
-            added = named[0] in ("arms", "teachers", "panels") and (
+            added = named[0] in NAMED and (
                 named[1] not in getattr(self, named[0]) or named[1] not in getattr(other, named[0])
             )
             free = key in ("engine.workers", "engine.checkpoint_seconds", "seeds")
@@ -300,92 +315,3 @@ def _flat(described: Mapping[str, Any], place: str = "") -> dict[str, Any]:
         )
         flat.update(inner)
     return flat
-
-
-def epoch_of(moment: int | float, epochs: int) -> int:
-    """Return the epoch of a moment that may be given as a share of the training."""
-    return moment if isinstance(moment, int) else round(moment * epochs)
-
-
-def alpha_at(learner: Learner, epoch: int, epochs: int) -> float:
-    """Return alpha of this epoch; epoch e of E stands at progress (e + 1/2) / E."""
-    if learner.mixup_until is not None and epoch >= epoch_of(learner.mixup_until, epochs):
-        return 0.0
-    schedule = choose.pick("alpha_schedules", learner.alpha.name, learner.alpha.parameters)
-    alpha = float(schedule((epoch + 0.5) / epochs))
-    if not (math.isfinite(alpha) and alpha >= 0):
-        raise ValueError(f"alpha must be finite and >= 0, got {alpha} at epoch {epoch}")
-    return alpha
-
-
-def load_recipe(source: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """Return the packaged recipe or the file `source`, with dotted `overrides` laid over it."""
-    described = _read_file(_find(source))
-    _refuse_code(described, source)
-    for key, value in (overrides or {}).items():
-        _lay_over(described, key, value)
-    return make_recipe(described)
-
-
-def make_recipe(described: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of nested dictionaries; a mistake is one line that names the field."""
-    try:
-        return Recipe.model_validate(described)
-    except ValidationError as error:
-        raise UserError(one_line(error, Recipe)) from error
-
-
-def packaged_recipes() -> list[str]:
-    return sorted(path.stem for path in PACKAGED.glob("*.yaml"))
-
-
-def _find(source: str) -> Path:
-    packaged = PACKAGED / f"{source}.yaml"
-    if packaged.parent == PACKAGED and packaged.is_file():
-        return packaged
-    if Path(source).is_file():
-        return Path(source)
-    hint = choose.nearest(source, packaged_recipes())
-    raise UserError(f"recipe: no packaged recipe and no file {source!r}; {hint}")
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        described = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path}: not readable as YAML: {reason}") from error
-    if not isinstance(described, dict):
-        raise UserError(
-            f"{path}: a recipe is a mapping of sections, got {type(described).__name__}"
-        )
-    return described
-
-
-def _refuse_code(described: Any, source: str) -> None:
-    """Refuse `module:function` in a file: only the user names code, and only by hand."""
-    items = described.values() if isinstance(described, dict) else described
-    for item in items if isinstance(items, list | type({}.values())) else ():
-        _refuse_code(item, source)
-    if isinstance(described, dict) and ":" in str(described.get("name", "")):
-        raise UserError(
-            f"{source}: {described['name']!r} names code; give it on the command line only"
-        )
-
-
-def _lay_over(described: dict[str, Any], dotted: str, value: Any) -> None:
-    *path, last = dotted.split(".")
-    for key in path:
-        inner = described.setdefault(key, {})
-        if not isinstance(inner, dict):  # a choice in its short form: `alpha: easy`
-            inner = described[key] = _long_form(inner)
-        described = inner
-    if last == "name" and path:  # another option: the parameters of the old one do not fit it
-        described.clear()
-    described[last] = value
-
-
-def _long_form(value: Any) -> dict[str, Any]:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return {"name": "constant", "value": value}
-    return {} if value is None else {"name": value}

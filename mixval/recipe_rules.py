@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mixval import choose
+from mixval.moments import alpha_at, epoch_of
 
 if TYPE_CHECKING:
     from mixval.recipe import Arm, Learner, Recipe, Teacher
@@ -11,27 +12,8 @@ if TYPE_CHECKING:
 
 def check(recipe: "Recipe") -> None:
     """Raise ValueError at the first rule that the recipe breaks."""
-    training, data = recipe.training, recipe.data
-    if training.warmup_epochs >= training.epochs:
-        _refuse(
-            "training.warmup_epochs",
-            f"below training.epochs ({training.epochs})",
-            training.warmup_epochs,
-        )
-    if data.train is not None and training.batch_size > data.train:
-        _refuse("training.batch_size", f"at most data.train ({data.train})", training.batch_size)
-    if training.accumulate > training.batch_size:
-        _refuse(
-            "training.accumulate",
-            f"at most batch_size ({training.batch_size})",
-            training.accumulate,
-        )
-    for kind in ("arms", "teachers", "panels"):
-        for name in getattr(recipe, kind):
-            if not name.replace("_", "").replace("-", "").isalnum():
-                _refuse(
-                    f"{kind}", "named with letters, digits, - and _ (names become folders)", name
-                )
+    _check_training(recipe)
+    _check_names(recipe)
     if recipe.base.data != "train":
         _refuse(
             "base.data", "train, so that its failures are on samples it never saw", recipe.base.data
@@ -41,9 +23,31 @@ def check(recipe: "Recipe") -> None:
     for place, learner in _learners(recipe):
         _check_epochs(recipe, place, learner)
     for name, teacher in recipe.teachers.items():
-        _check_teacher(f"teachers.{name}", teacher)
+        _check_teacher(recipe, f"teachers.{name}", teacher)
     for name, arm in recipe.arms.items():
         _check_arm(recipe, f"arms.{name}", arm)
+
+
+def _check_training(recipe: "Recipe") -> None:
+    training, samples = recipe.training, recipe.data.train
+    if samples is not None and training.batch_size > samples:
+        _refuse("training.batch_size", f"at most data.train ({samples})", training.batch_size)
+    if training.accumulate > training.batch_size:
+        limit = f"at most training.batch_size ({training.batch_size})"
+        _refuse("training.accumulate", limit, training.accumulate)
+    if len(set(recipe.seeds)) < len(recipe.seeds):
+        _refuse("seeds", "all different", recipe.seeds)
+    longest = max(recipe.epochs_of(arm) for arm in recipe.arms.values()) if recipe.arms else 0
+    for epoch in recipe.scores.epochs if recipe.arms else ():
+        if epoch > longest:
+            _refuse("scores.epochs", f"at most the epochs of a student ({longest})", epoch)
+
+
+def _check_names(recipe: "Recipe") -> None:
+    for kind in ("arms", "teachers", "panels"):
+        for name in getattr(recipe, kind):
+            if not name.replace("_", "").replace("-", "").isalnum():
+                _refuse(kind, "named with letters, digits, - and _ (names become folders)", name)
 
 
 def _learners(recipe: "Recipe") -> Iterator[tuple[str, "Learner"]]:
@@ -54,8 +58,6 @@ def _learners(recipe: "Recipe") -> Iterator[tuple[str, "Learner"]]:
 
 
 def _check_epochs(recipe: "Recipe", place: str, learner: "Learner") -> None:
-    from mixval.recipe import alpha_at
-
     epochs = recipe.epochs_of(learner)
     if recipe.training.warmup_epochs >= epochs:
         _refuse(
@@ -78,51 +80,57 @@ def _check_epochs(recipe: "Recipe", place: str, learner: "Learner") -> None:
 
 
 def _check_moment(place: str, moment: int | float | None, epochs: int) -> None:
-    from mixval.recipe import epoch_of
-
     if moment is not None and not 0 < epoch_of(moment, epochs) < epochs:
         _refuse(place, f"an epoch between 0 and the number of epochs ({epochs})", moment)
 
 
-def _check_teacher(place: str, teacher: "Teacher") -> None:
+def _check_teacher(recipe: "Recipe", place: str, teacher: "Teacher") -> None:
     if teacher.clean == "filtered":
         _refuse(f"{place}.clean", "full or none: a teacher has no teacher", "filtered")
     if teacher.folds > 1 and teacher.data not in ("train", "train+failures"):
         _refuse(f"{place}.folds", "1 unless data is train or train+failures", teacher.folds)
+    samples = recipe.data.train
+    if samples is not None and teacher.folds > samples // 2:
+        _refuse(f"{place}.folds", f"at most half of data.train ({samples // 2})", teacher.folds)
     if teacher.folds > 1 and teacher.weights:
         _refuse(f"{place}.weights", "left out when folds > 1", teacher.weights)
 
 
 def _check_arm(recipe: "Recipe", place: str, arm: "Arm") -> None:
-    if arm.teacher is not None and arm.teacher not in recipe.teachers:
-        hint = choose.nearest(arm.teacher, recipe.teachers)
-        raise ValueError(f"{place}.teacher: no teacher {arm.teacher!r}; {hint}")
-    if arm.control is not None and arm.control not in recipe.arms:
-        raise ValueError(
-            f"{place}.control: no arm {arm.control!r}; {choose.nearest(arm.control, recipe.arms)}"
-        )
+    for key, known in (("teacher", recipe.teachers), ("control", recipe.arms)):
+        name = getattr(arm, key)
+        if name is not None and name not in known:
+            raise ValueError(f"{place}.{key}: there is no {name!r}; {choose.nearest(name, known)}")
     needs = {
         "filter": arm.is_guided,
-        "clean": arm.clean == "filtered" and arm.filter.name != "yoked",
         "excluded": arm.excluded in ("relabel", "refill"),
         "guide_until": arm.guide_until == "overtake",
     }
     for key, needed in needs.items():
         if needed and arm.teacher is None:
             _refuse(f"{place}.teacher", f"given: {place}.{key} needs one", None)
-    if arm.guide_until != "overtake":
-        _check_moment(f"{place}.guide_until", arm.guide_until, recipe.epochs_of(arm))
+    if arm.clean == "filtered" and arm.filter.name == "all":
+        _refuse(f"{place}.filter", "other than all where clean is filtered", "all")
+    if arm.excluded == "refill" and arm.filter.name not in ("negative", "positive"):
+        rule = "negative or positive where excluded is refill: it asks of each mix alone"
+        _refuse(f"{place}.filter", rule, arm.filter.name)
     if arm.filter.name == "top_k" and arm.filter.parameters["k"] > recipe.training.batch_size:
-        limit = recipe.training.batch_size
-        _refuse(
-            f"{place}.filter.k",
-            f"at most training.batch_size ({limit})",
-            arm.filter.parameters["k"],
-        )
+        limit = f"at most training.batch_size ({recipe.training.batch_size})"
+        _refuse(f"{place}.filter.k", limit, arm.filter.parameters["k"])
     if arm.teacher and recipe.teachers[arm.teacher].folds > 1 and arm.data != "train":
         _refuse(f"{place}.data", "train, because its teachers are out-of-fold", arm.data)
+    _check_guidance_end(recipe, place, arm)
     if arm.yoked_to is not None:
         _check_yoke(recipe, place, arm, arm.yoked_to)
+
+
+def _check_guidance_end(recipe: "Recipe", place: str, arm: "Arm") -> None:
+    if arm.guide_fade and arm.guide_until is None:
+        _refuse(f"{place}.guide_until", "given: guide_fade says how long it fades from there", None)
+    if arm.guide_until is not None and not arm.is_guided:
+        _refuse(f"{place}.guide_until", "left out: nothing guides this arm", arm.guide_until)
+    if arm.guide_until != "overtake":
+        _check_moment(f"{place}.guide_until", arm.guide_until, recipe.epochs_of(arm))
 
 
 def _check_yoke(recipe: "Recipe", place: str, arm: "Arm", other: str) -> None:
@@ -130,8 +138,8 @@ def _check_yoke(recipe: "Recipe", place: str, arm: "Arm", other: str) -> None:
         hint = choose.nearest(other, recipe.arms)
         raise ValueError(f"{place}.filter.of: no arm {other!r}; {hint}")
     guided = recipe.arms[other]
-    if guided.yoked_to is not None:
-        _refuse(f"{place}.filter.of", "a guided arm, not another control", other)
+    if not guided.is_guided:
+        _refuse(f"{place}.filter.of", "an arm whose filter asks a teacher", other)
     if "refill" in (arm.excluded, guided.excluded):
         _refuse(
             f"{place}.excluded", "other than refill: refilled mixes can't be replayed", "refill"

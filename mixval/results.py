@@ -10,6 +10,7 @@ from mixval.recipe import Recipe
 from mixval.store import Store
 
 METRICS = ("accuracy", "nll", "ece")
+COSTS = ("steps", "forwards", "seconds")
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class Row:
     control: str | None  # the arm it is compared with
     differences: dict[str, Interval]  # to the control, by metric; empty without one
     kept: float  # share of the mixes; NaN where nothing is mixed
-    steps: float
-    forwards: float
-    seconds: float
-    preparation: float  # seconds of base and teachers that this arm needs
+    clean_kept: float
+    cost: dict[str, float]  # steps, forwards, seconds
+    preparation: dict[str, float]  # the same, of the base and teachers that this arm needs
+    holdout: Interval | None  # accuracy on failures that no teacher saw
     leaks_test_labels: bool
 
 
@@ -71,7 +72,8 @@ class Results:
         """Return a sentence for each guided arm, and which arm was best of all."""
         sentences = [self._verdict(panel, arm) for arm in self._judged(panel)]
         enough = sentences and len(self.seeds()) > 1 and len(self.rows(panel)) > 1
-        return [*sentences, self._best(panel)] if enough else sentences
+        best = self._best(panel) if enough else ""
+        return [*sentences, best] if best else sentences
 
     def _judged(self, panel: str) -> Iterator[str]:
         for name, arm in self.recipe.arms.items():
@@ -80,30 +82,42 @@ class Results:
                 yield name
 
     def _best(self, panel: str) -> str:
-        """Say which arm that saw no more labels than D came out on top, filtered or not."""
-        rows = [r for r in self.rows(panel) if self.recipe.arms[r.arm].data == "train"]
+        """Say which arm came out on top of those that saw no label outside D, filtered or not."""
+        arms = self.recipe.arms
+        rows = [r for r in self.rows(panel) if self.recipe.knows_only_train(arms[r.arm])]
+        if not rows:
+            return ""
         best = max(rows, key=lambda row: row.accuracy.mean)
-        yoked_to = self.recipe.arms[best.arm].yoked_to
+        yoked_to = arms[best.arm].yoked_to
         title = f"a yoked control of {self.title(yoked_to)}" if yoked_to else best.title.strip()
-        shown = f"{title} ({100 * best.accuracy.mean:.2f})"
-        return f"Most accurate of the arms trained on D: {shown}."
+        mean, width = 100 * best.accuracy.mean, 100 * best.accuracy.half_width
+        shown = f"{title} ({mean:.2f} ± {width:.2f})"
+        return f"Highest mean accuracy of the arms that know D only: {shown}."
 
     def _verdict(self, panel: str, name: str) -> str:
-        arm, arms = self.recipe.arms[name], self.recipe.arms
         controls: dict[bool, dict[str, Interval]] = {False: {}, True: {}}
-        for other, settings in arms.items():
+        for other, settings in self.recipe.arms.items():
             if settings.yoked_to == name:
                 within = settings.filter.parameters["within_lam_deciles"]
                 controls[within] = self.differences(panel, name, other)
-        same: dict[str, Interval] = {}
-        seen = self.recipe.teachers[arm.teacher or ""].data
-        for other, settings in arms.items():
-            if seen != "train" and settings.data == seen and settings.alpha == arm.alpha:
-                same = self.differences(panel, name, other)
-        sentence = verdict(self.title(name), controls[False], controls[True], same)
+        rival = self._same_labels(panel, name)
+        same = self.differences(panel, name, rival)
+        title = self.title(rival) if rival else ""
+        sentence = verdict(self.title(name), controls[False], controls[True], same, title)
         facts = [f for f in self.facts if f["panel"] == panel and f["arm"] == name]
         leak = any(fact["leaks_test_labels"] for fact in facts)
         return sentence + (" Its numbers leak test labels." if leak else "")
+
+    def _same_labels(self, panel: str, name: str) -> str | None:
+        """Return the best unguided arm that trains directly on what the arm's teacher saw."""
+        seen = self.recipe.teachers[self.recipe.arms[name].teacher or ""].data
+        rivals = {
+            other: mean_interval(list(values.values())).mean
+            for other, arm in self.recipe.arms.items()
+            if seen != "train" and arm.data == seen and arm.filter.name == "all"
+            if (values := self.values(panel, other))
+        }
+        return max(rivals, key=lambda other: rivals[other]) if rivals else None
 
     def differences(self, panel: str, arm: str, control: str | None) -> dict[str, Interval]:
         """Return the paired differences arm - control by metric; empty if they share no seed."""
@@ -118,6 +132,8 @@ class Results:
         facts = [f for f in self.facts if f["panel"] == panel and f["arm"] == arm]
         settings = self.recipe.arms[arm]
 
+        held = [fact["holdout_accuracy"] for fact in facts if "holdout_accuracy" in fact]
+
         def mean(read: Any) -> float:
             return mean_interval([read(fact) for fact in facts]).mean
 
@@ -130,9 +146,11 @@ class Results:
             control=settings.control,
             differences=self.differences(panel, arm, settings.control),
             kept=mean(lambda fact: fact["kept"]) if settings.mixes else math.nan,
-            steps=mean(lambda fact: fact["cost"]["steps"]),
-            forwards=mean(lambda fact: fact["cost"]["forwards"]),
-            seconds=mean(lambda fact: fact["cost"]["seconds"]),
-            preparation=mean(lambda fact: fact["preparation"]["seconds"]),
+            clean_kept=mean(lambda fact: fact["clean_kept"]),
+            cost={key: mean(lambda fact, key=key: fact["cost"][key]) for key in COSTS},
+            preparation={
+                key: mean(lambda fact, key=key: fact["preparation"][key]) for key in COSTS
+            },
+            holdout=mean_interval(held) if held else None,
             leaks_test_labels=any(fact["leaks_test_labels"] for fact in facts),
         )

@@ -8,19 +8,16 @@ the failures F conflicts with the mix. r_hat of a set is the sum over its member
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mixval.types import Posterior
-
-Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, soft targets) -> (B,)
+from mixval.types import Loss, Posterior
 
 
 @dataclass(frozen=True)
-class Scores:
+class Scored:
     """Both terms of r_hat for each row, and their difference."""
 
     updated: Tensor  # (B,) E[H] under p(theta | D, F)
@@ -37,7 +34,7 @@ def draw_losses(log_probs: Tensor, targets: Tensor, loss: Loss) -> Tensor:
     return flat.view(draws, rows)
 
 
-def score(updated: Tensor, base: Tensor) -> Scores:
+def score(updated: Tensor, base: Tensor) -> Scored:
     """Return r_hat from H of each draw under both posteriors, each (S, B).
 
     The standard error is paired, because both posteriors use common random numbers:
@@ -53,7 +50,7 @@ def score(updated: Tensor, base: Tensor) -> Scores:
         error = _standard_error(updated - base)
     else:
         error = (_standard_error(updated) ** 2 + _standard_error(base) ** 2).sqrt()
-    return Scores(updated.mean(0), base.mean(0), r_hat, error)
+    return Scored(updated.mean(0), base.mean(0), r_hat, error)
 
 
 def _standard_error(values: Tensor) -> Tensor:
@@ -75,7 +72,7 @@ class Scorer:
 
     def __call__(
         self, inputs: Tensor, targets: Tensor, base: Tensor, fold: Tensor | None = None
-    ) -> Scores:
+    ) -> Scored:
         """Return the scores of rows whose log-probabilities under p(theta | D) are `base`."""
         log_probs = self.updated(inputs, fold)
         losses = draw_losses(log_probs, targets, self.loss)

@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ def run_cells(work: Work, begin: Callable[[Estimate], None]) -> Counter[str]:
         if work.workers == 1:
             return _run_here(work, begin, stop)
         progress: Any = _SPAWN.Queue()
-        setup = (stop, progress, os.getpid())
+        setup = (stop, progress)
         with ProcessPoolExecutor(work.workers, _SPAWN, _start_worker, setup) as pool:
             cost = pool.submit(estimate, work).result()
             begin(cost)
@@ -88,26 +89,27 @@ def _follow(
 _worker: dict[str, Any] = {}
 
 
-def _start_worker(stop: Any, progress: Any, parent: int) -> None:
+def _start_worker(stop: Any, progress: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # both reach the whole group; the parent decides
-    _worker.update(stop=stop, progress=progress, parent=parent)
+    _worker.update(stop=stop, progress=progress)
+    threading.Thread(target=_end_with_parent, args=(stop,), daemon=True).start()
+
+
+def _end_with_parent(stop: Any) -> None:
+    """When the parent is killed, let a training save its state, and leave no process behind."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    stop.set()
+    time.sleep(10)
+    os._exit(1)
 
 
 def _worker_cell(work: Work, panel: str, seed: int) -> Counter[str]:
-    def orphaned() -> bool:
-        return bool(os.getppid() != _worker["parent"])
-
-    def should_stop() -> bool:
-        return orphaned() or bool(_worker["stop"].is_set())
-
-    watch = Watch(should_stop, _worker["progress"].put, work.recipe.engine.checkpoint_seconds)
-    try:
-        return _run_cell(work, panel, seed, watch)
-    except Interrupted:
-        if orphaned():  # nobody is left to collect this process
-            os._exit(1)
-        raise
+    seconds = work.recipe.engine.checkpoint_seconds
+    watch = Watch(_worker["stop"].is_set, _worker["progress"].put, seconds)
+    return _run_cell(work, panel, seed, watch)
 
 
 # -- progress and signals -----------------------------------------------------------------

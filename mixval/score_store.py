@@ -29,7 +29,7 @@ def read_scores(path: Path | str) -> ScoreTable:
     """Return the scores of one part, or of every part in a folder."""
     path = Path(path)
     if path.is_dir():
-        return ScoreTable.join(map(read_scores, sorted(path.glob("part-*.parquet"))))
+        return _join(path, [read_scores(part) for part in sorted(path.glob("part-*.parquet"))])
     try:
         table = pq.read_table(path, page_checksum_verification=True)
         provenance = json.loads((table.schema.metadata or {})[_PROVENANCE])
@@ -37,6 +37,17 @@ def read_scores(path: Path | str) -> ScoreTable:
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise UserError(f"{path}: not a readable table of scores ({error})") from error
     return ScoreTable(**columns, provenance=provenance)
+
+
+def _join(folder: Path, tables: list[ScoreTable]) -> ScoreTable:
+    """Return the parts as one; refuse parts of other data, another plan or another teacher."""
+    if not tables:
+        raise UserError(f"{folder}: holds no table of scores; make one with `mixval score`")
+    for table in tables[1:]:
+        check_provenance(
+            table, {key: tables[0].provenance[key] for key in ("data", "plan", "updated")}
+        )
+    return ScoreTable.join(tables)
 
 
 def check_provenance(table: ScoreTable, expected: dict[str, str]) -> None:

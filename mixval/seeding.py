@@ -35,7 +35,7 @@ def seed_torch(value: int, device: torch.device) -> None:
     """
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
-        torch.cuda.manual_seed(value)
+        torch.cuda.manual_seed_all(value)
     elif device.type == "mps":
         torch.mps.manual_seed(value)
 
@@ -43,6 +43,6 @@ def seed_torch(value: int, device: torch.device) -> None:
 @contextmanager
 def torch_stream(seed: int, stream: str, *place: int) -> Iterator[None]:
     """Draw torch's random numbers from `stream`, and leave the caller's generator as it was."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU
         seed_torch(torch_seed(seed, stream, *place), torch.device("cpu"))
         yield

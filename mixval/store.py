@@ -17,7 +17,8 @@ from filelock import FileLock, Timeout
 from mixval.errors import UserError
 from mixval.files import MANIFEST, seal, sealed_facts, write_atomically
 from mixval.fingerprints import fingerprint
-from mixval.recipe import Recipe, make_recipe
+from mixval.recipe import NAMED, Recipe
+from mixval.recipe_loading import recorded_recipe
 
 
 class Artifact:
@@ -76,6 +77,8 @@ class Store:
         """Refuse a directory that is another recipe's, or no run's at all."""
         before = self.recipe()
         if before is None:
+            if self.root.exists() and not self.root.is_dir():
+                raise UserError(f"--out: {self.root} is a file; give a directory")
             if self.root.exists() and any(p.name != ".lock" for p in self.root.iterdir()):
                 raise UserError(f"--out: {self.root} is not empty and holds no run; choose another")
         elif key := recipe.conflict_with(before):
@@ -89,10 +92,7 @@ class Store:
         self.check(recipe)
         before = self.recipe()
         if before is not None:
-            added = {
-                kind: {**getattr(before, kind), **getattr(recipe, kind)}
-                for kind in ("arms", "teachers", "panels")
-            }
+            added = {kind: {**getattr(before, kind), **getattr(recipe, kind)} for kind in NAMED}
             recipe = recipe.model_copy(update=added)
         described = yaml.safe_dump(
             recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True
@@ -101,12 +101,7 @@ class Store:
 
     def recipe(self) -> Recipe | None:
         path = self.root / "recipe.yaml"
-        if not path.is_file():
-            return None
-        try:
-            return make_recipe(yaml.safe_load(path.read_text(encoding="utf-8")))
-        except (yaml.YAMLError, UserError) as error:
-            raise UserError(f"{path}: not a recipe this version reads: {error}") from error
+        return recorded_recipe(path) if path.is_file() else None
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -7,9 +7,10 @@ counters is all that a resume needs to go on bit by bit.
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,12 +18,14 @@ from mixval import choose
 from mixval.augmentations import draw_uniforms
 from mixval.checkpoints import Checkpoints
 from mixval.engine import Engine
-from mixval.errors import Interrupted, UserError
-from mixval.evaluation import accuracy_and_nll, predict
-from mixval.guidance import Guidance, Record
+from mixval.errors import Interrupted
+from mixval.guidance import Guidance, Record, without_traces
+from mixval.metrics import accuracy_and_nll, predict
 from mixval.mixing import RowMaker, draw_plan
+from mixval.moments import alpha_at
 from mixval.objectives import Objective, Weights
-from mixval.recipe import Choice, Learner, Training, alpha_at
+from mixval.optimisers import make_optimiser
+from mixval.recipe import Choice, Learner, Training
 from mixval.seeding import generator, seed_torch, torch_seed, torch_stream
 from mixval.types import Batch, Ints, MixPlan, Part, Splits
 
@@ -98,9 +101,36 @@ def build_model(model: Choice, splits: Splits, seed: int, stream: str) -> nn.Mod
     return network
 
 
+def num_steps(samples: int, batch_size: int) -> int:
+    """Return the optimiser steps of an epoch: batches of about that size, none of them a rest."""
+    return max(1, round(samples / batch_size))
+
+
 def train(job: Job, engine: Engine, checkpoints: Checkpoints | None, watch: Watch) -> Trained:
     """Train a network from scratch, or from its last checkpoint, to the last epoch."""
     return _Loop(job, engine, checkpoints, watch).run()
+
+
+class Plans(dict[int, MixPlan]):
+    """The plan of an epoch and, where `refill` asks for them, further draws; each drawn once."""
+
+    def __init__(self, job: Job, epoch: int, alpha: float) -> None:
+        super().__init__()
+        self.job, self.epoch, self.alpha = job, epoch, alpha
+
+    def __missing__(self, draw: int) -> MixPlan:
+        plan = self[draw] = draw_plan(
+            seed=self.job.seed,
+            epoch=self.epoch,
+            alpha=self.alpha,
+            num_samples=len(self.job.part),
+            same_lam=self.job.learner.same_lam,
+            derange=self.job.learner.derange,
+            folds=self.job.folds,
+            stream=self.job.stream,
+            draw=draw,
+        )
+        return plan
 
 
 class _Loop:
@@ -113,8 +143,10 @@ class _Loop:
         self.train_rows = self._maker(job.part, augmented=True)
         self.dev_rows = self._maker(job.splits.val_dev)
         self.objective = self._objective()
-        self.steps_per_epoch = -(-len(job.part) // job.training.batch_size)
-        self.optimiser, self.schedule = self._optimiser()
+        self.steps_per_epoch = num_steps(len(job.part), job.training.batch_size)
+        total = job.epochs * self.steps_per_epoch
+        warmup = job.training.warmup_epochs * self.steps_per_epoch
+        self.optimiser, self.schedule = make_optimiser(self.model, job.training, total, warmup)
         self.record = None if job.guidance is None else Record.blank(job.epochs, len(job.part))
         self.state = _State()
         self.started = self.saved = time.monotonic()
@@ -131,32 +163,34 @@ class _Loop:
     def _epoch(self) -> None:
         job, state = self.job, self.state
         alpha = alpha_at(job.learner, state.epoch, job.epochs)
-        plan = self._plan(alpha, draw=0)
+        plans = Plans(job, state.epoch, alpha)
         uniforms = None
         if self.train_rows.augment is not None:
-            uniforms = draw_uniforms(job.seed, state.epoch, len(job.part)).to(self.device)
+            uniforms = draw_uniforms(job.seed, state.epoch, job.part.ids).to(self.device)
         for step in range(state.step, self.steps_per_epoch):
-            size = job.training.batch_size
-            self._step(plan, slice(step * size, (step + 1) * size), uniforms)
+            self._step(plans, self._rows(step), uniforms)
             state.step = step + 1
             if state.step < self.steps_per_epoch:
                 self._maybe_stop()
         self._end_epoch(alpha)
         self._maybe_stop()
 
-    def _step(self, plan: MixPlan, rows: slice, uniforms: Tensor | None) -> None:
+    def _rows(self, step: int) -> slice:
+        """Return the step's rows: steps are equal to within one row, so none weighs more."""
+        samples, steps = len(self.job.part), self.steps_per_epoch
+        return slice(samples * step // steps, samples * (step + 1) // steps)
+
+    def _step(self, plans: "Plans", rows: slice, uniforms: Tensor | None) -> None:
         job, state = self.job, self.state
-        update = state.epoch * self.steps_per_epoch + state.step
-        self.schedule.step_update(update)
+        self.schedule.step_update(state.epoch * self.steps_per_epoch + state.step)
         # Seeding each step makes dropout a pure function of the step, too.
         forward_seed = torch_seed(job.seed, f"{job.stream}/forward", state.epoch, state.step)
         seed_torch(forward_seed, self.device)
         self.model.train()
-        step_plan = self._refilled(plan, rows, uniforms)
+        step_plan, accepted = self._refilled(plans, rows, uniforms)
         batches = [self.train_rows.batch(part, uniforms) for part in self._micro(step_plan)]
-        single = len(batches) == 1
-        logits = [self._logits(batches[0])] if single else None
-        weights = self._weights(batches, logits, rows)
+        logits = [self._logits(batches[0])] if len(batches) == 1 else None
+        weights = self._weights(batches, logits, rows, accepted)
         size = self.objective.step_size(batches, weights)
         self.optimiser.zero_grad(set_to_none=True)
         for batch, weight in zip(batches, weights, strict=True):
@@ -172,52 +206,62 @@ class _Loop:
         batches: list[Batch],
         logits: list[tuple[Tensor | None, Tensor | None]] | None,
         rows: slice,
+        accepted: Tensor | None,
     ) -> list[Weights]:
         guidance, state = self.job.guidance, self.state
-        ones = [torch.ones(len(batch.clean), device=self.device) for batch in batches]
-        if guidance is None or batches[0].mixed is None:
-            return [Weights(one, one) for one in ones]
+        weights = [
+            Weights(one, one) for one in (torch.ones_like(b.clean_targets[:, 0]) for b in batches)
+        ]
+        if guidance is None:
+            return weights
+        mixes = batches[0].mixed is not None
         faded = guidance.faded(state.epoch, state.stopped_at)
-        if faded == 1.0:
-            return [Weights(one, one) for one in ones]
-        if logits is None and guidance.scorer is not None:
-            # Policies see the whole step, so with micro-batches the scores come first,
-            # from a forward pass of their own.
-            with torch.no_grad():
-                logits = [self._logits(batch) for batch in batches]
-        if guidance.scorer is not None:
-            scored = 1 + guidance.filters_clean
-            state.cost.forwards += guidance.num_teachers * scored * sum(map(len, ones))
-        rng = generator(self.job.seed, "filter", state.epoch, state.step)
-        outputs = logits or [(None, None)] * len(batches)
-        weights = guidance.weights(batches, outputs, (state.epoch, rows), rng, faded)
+        if accepted is not None:
+            parts = torch.split(accepted, [len(batch.clean) for batch in batches])
+            weights = [replace(w, mixed=part) for w, part in zip(weights, parts, strict=True)]
+        elif faded < 1 and (mixes or guidance.filters_clean):
+            outputs = logits or self._scoring_logits(batches)
+            scored = (mixes + guidance.filters_clean) * sum(len(b.clean) for b in batches)
+            state.cost.forwards += guidance.num_teachers * scored
+            rng = generator(self.job.seed, "filter", state.epoch, state.step)
+            weights = guidance.weights(batches, outputs, (state.epoch, rows), rng, faded)
         assert self.record is not None
-        self.record.mixed[state.epoch, rows] = torch.cat([w.mixed for w in weights]).cpu().half()
-        self.record.clean[state.epoch, rows] = torch.cat([w.clean for w in weights]).cpu().half()
+        self.record.write(state.epoch, rows, weights, mixes=mixes)
         return weights
 
-    def _refilled(self, plan: MixPlan, rows: slice, uniforms: Tensor | None) -> MixPlan:
-        """Return the step's rows, excluded mixes exchanged for other draws until all are kept."""
+    def _scoring_logits(self, batches: list[Batch]) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Return logits to score by: with micro-batches a filter must see the whole step first."""
+        assert self.job.guidance is not None
+        if self.job.guidance.scorer is None:
+            return [(None, None)] * len(batches)
+        with without_traces(self.model):
+            return [self._logits(batch) for batch in batches]
+
+    def _refilled(
+        self, plans: "Plans", rows: slice, uniforms: Tensor | None
+    ) -> tuple[MixPlan, Tensor | None]:
+        """Return the step's rows, and with `refill` which were kept after exchanging the others."""
         guidance, state = self.job.guidance, self.state
-        step_plan = plan.keep(rows)
-        if guidance is None or not guidance.refill_draws or not plan.mixes:
-            return step_plan
-        if guidance.faded(state.epoch, state.stopped_at) == 1.0:
-            return step_plan
-        second, lam = step_plan.second.copy(), step_plan.lam.copy()
-        open_rows = torch.arange(len(step_plan)).numpy()
+        plan = plans[0].keep(rows)
+        stopped = guidance is None or guidance.faded(state.epoch, state.stopped_at) > 0
+        if guidance is None or stopped or not guidance.refill_draws or not plan.mixes:
+            return plan, None
+        second, lam = plan.second.copy(), plan.lam.copy()
+        kept = np.zeros(len(plan), dtype=bool)
         for draw in range(guidance.refill_draws):
-            candidates = (self._plan(plan.alpha, draw) if draw else plan).keep(rows).keep(open_rows)
+            open_rows = np.flatnonzero(~kept)
+            if not len(open_rows):
+                break
+            candidates = plans[draw].keep(rows).keep(open_rows)
             rng = generator(self.job.seed, "refill", state.epoch, state.step, draw)
             batch = self.train_rows.batch(candidates, uniforms)
             accepted = guidance.accepts(self.model, batch, rng).cpu().numpy()
             state.cost.forwards += (1 + guidance.num_teachers) * len(open_rows)
-            second[open_rows[accepted]] = candidates.second[accepted]
-            lam[open_rows[accepted]] = candidates.lam[accepted]
-            open_rows = open_rows[~accepted]
-            if not len(open_rows):
-                break
-        return MixPlan(step_plan.first, second, lam, plan.alpha, plan.epoch)
+            filled = open_rows[accepted]
+            second[filled], lam[filled] = candidates.second[accepted], candidates.lam[accepted]
+            kept[filled] = True
+        weights = torch.from_numpy(kept).to(self.device, torch.float32)
+        return replace(plan, second=second, lam=lam), weights
 
     def _end_epoch(self, alpha: float) -> None:
         job, state = self.job, self.state
@@ -244,8 +288,7 @@ class _Loop:
         self.watch.on_steps(self.steps_per_epoch)
 
     def _evaluate(self) -> dict[str, float]:
-        clean = self._maker(self.job.part)
-        train = accuracy_and_nll(predict(self.model, clean), clean.part.labels)
+        train = accuracy_and_nll(predict(self.model, self.train_rows), self.train_rows.part.labels)
         dev = accuracy_and_nll(predict(self.model, self.dev_rows), self.dev_rows.part.labels)
         guidance = self.job.guidance
         level = None if guidance is None else guidance.overtake
@@ -255,19 +298,6 @@ class _Loop:
         return dict(zip(names, (*train, *dev), strict=True))
 
     # -- parts ------------------------------------------------------------------------
-
-    def _plan(self, alpha: float, draw: int) -> MixPlan:
-        return draw_plan(
-            seed=self.job.seed,
-            epoch=self.state.epoch,
-            alpha=alpha,
-            num_samples=len(self.job.part),
-            same_lam=self.job.learner.same_lam,
-            derange=self.job.learner.derange,
-            folds=self.job.folds,
-            stream=self.job.stream,
-            draw=draw,
-        )
 
     def _micro(self, plan: MixPlan) -> list[MixPlan]:
         count = self.job.training.accumulate
@@ -328,30 +358,6 @@ class _Loop:
             augment=augment,
             folds=None if job.folds is None else torch.from_numpy(job.folds).to(self.device),
         )
-
-    def _optimiser(self) -> tuple[torch.optim.Optimizer, Any]:
-        from timm.optim import create_optimizer_v2, list_optimizers
-        from timm.scheduler import CosineLRScheduler
-
-        training = self.job.training
-        known = [str(name) for name in list_optimizers()]
-        if training.optimizer not in known:
-            hint = choose.nearest(training.optimizer, known)
-            raise UserError(f"training.optimizer: timm has no {training.optimizer!r}; {hint}")
-        optimiser = create_optimizer_v2(
-            self.model,
-            opt=training.optimizer,
-            lr=training.lr,
-            weight_decay=training.weight_decay,
-            momentum=training.momentum,
-        )
-        schedule = CosineLRScheduler(
-            optimiser,
-            t_initial=self.job.epochs * self.steps_per_epoch,
-            warmup_t=training.warmup_epochs * self.steps_per_epoch,
-            t_in_epochs=False,
-        )
-        return optimiser, schedule
 
     # -- stopping and resuming --------------------------------------------------------
 

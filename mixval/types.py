@@ -1,6 +1,6 @@
 """The nouns of mixval, frozen. Shapes: S draws, B rows, K classes, N samples."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from mixval.fingerprints import array_fingerprint
 
 Ints = npt.NDArray[np.int64]
+Loss = Callable[..., Tensor]  # (logits, soft targets[, class weight]) -> (B,)
 Floats = npt.NDArray[np.float64]
 
 
@@ -62,6 +63,7 @@ class Splits:
     flipped: Tensor  # ids of the train samples whose label was replaced by a wrong one
     mean: Tensor  # (C, 1, 1) of the train pixels in [0, 1]
     std: Tensor  # (C, 1, 1)
+    content: str = ""  # fingerprint of the dataset before it was divided
     own_test: bool = False  # whether the dataset came with this test split, the same for all seeds
 
     @property

@@ -1,6 +1,5 @@
 """What is asked of a run: the recipe, where, which arms and panels, up to which stage."""
 
-import os
 from dataclasses import dataclass
 
 from mixval.recipe import Recipe
@@ -16,14 +15,11 @@ class Work:
     stage: str
     arms: list[str]
     panels: list[str]
+    workers: int = 1
 
     @property
     def cells(self) -> list[tuple[str, int]]:
         return [(panel, seed) for seed in self.recipe.seeds for panel in self.panels]
-
-    @property
-    def workers(self) -> int:
-        return min(self.recipe.engine.workers or os.cpu_count() or 1, len(self.cells))
 
 
 def with_replayed(recipe: Recipe, arms: list[str]) -> list[str]:

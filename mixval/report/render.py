@@ -14,6 +14,10 @@ from matplotlib.figure import Figure
 from mixval.compare import Interval
 from mixval.results import METRICS, Results, Row
 
+_HEADER = (
+    *("arm", "accuracy %", "NLL", "ECE %", "Δ accuracy", "Δ NLL", "Δ ECE", "to"),
+    *("kept", "steps", "forwards", "seconds", "n"),
+)
 _LOWER_IS_BETTER = ("nll", "ece")
 
 
@@ -22,8 +26,7 @@ def text_table(results: Results) -> str:
     lines = []
     for panel in results.panels():
         rows = results.rows(panel)
-        header = ("arm", "accuracy %", "NLL", "ECE %", "Δ accuracy", "Δ NLL", "kept", "steps")
-        cells = [(*header, "forwards", "seconds", "n"), *map(_text_cells, rows)]
+        cells = [_HEADER, *map(_text_cells, rows)]
         widths = [max(_width(row[column]) for row in cells) for column in range(len(cells[0]))]
         lines += ["", panel_title(results, panel)]
         for name, *numbers in cells:
@@ -47,12 +50,28 @@ def _text_cells(row: Row) -> tuple[str, ...]:
         percent(row.ece),
         signed(row.differences.get("accuracy")),
         signed(row.differences.get("nll"), 1, "{:+.3f}"),
-        _share(row.kept),
-        f"{row.steps:.0f}",
-        f"{row.forwards / 1000:.1f}k",
-        f"{row.seconds:.1f}+{row.preparation:.1f}",
+        signed(row.differences.get("ece")),
+        row.control or "",
+        _kept(row),
+        _with_before(row, "steps", "{:.0f}"),
+        _with_before(row, "forwards", "{:.0f}k", 1e-3),
+        _with_before(row, "seconds", "{:.1f}"),
         str(row.n),
     )
+
+
+def _kept(row: Row) -> str:
+    """Return the share of mixes kept and, where the clean term is filtered, that of it."""
+    if math.isnan(row.kept):
+        return ""
+    return f"{row.kept:.0%}" + ("" if row.clean_kept == 1 else f", clean {row.clean_kept:.0%}")
+
+
+def _with_before(row: Row, cost: str, form: str, scale: float = 1.0) -> str:
+    """Return what the arm cost and, behind a plus, what its base and teachers cost."""
+    own = form.format(scale * row.cost[cost])
+    before = row.preparation[cost]
+    return f"{own}+{form.format(scale * before)}" if before else own
 
 
 def page(
@@ -83,6 +102,7 @@ def page(
         environment=environment,
         seeds=results.seeds(),
         panels=panels,
+        holdout=results.recipe.failures.holdout,
         leaks=any(fact["leaks_test_labels"] for fact in results.facts),
         noise_note=f"Train labels flipped on purpose: {', '.join(noisy)}." if noisy else "",
         command=command,
@@ -124,12 +144,8 @@ def _shown(interval: Interval, scale: float, form: str) -> str:
     return f"{text}±{form.replace('+', '').format(scale * interval.half_width)}"
 
 
-def _share(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.0%}"
-
-
 def _html_row(results: Results, row: Row) -> dict[str, Any]:
-    control = results.recipe.arms[row.control].title.strip() or row.control if row.control else ""
+    control = results.title(row.control) if row.control else ""
     cells = [{"text": percent(row.accuracy)}, {"text": plain(row.nll)}, {"text": percent(row.ece)}]
     for metric in METRICS:
         difference = row.differences.get(metric)
@@ -137,11 +153,11 @@ def _html_row(results: Results, row: Row) -> dict[str, Any]:
         cells.append({"text": signed(difference, scale, form), "tone": _tone(metric, difference)})
     cells += [
         {"text": control},
-        {"text": _share(row.kept)},
-        {"text": f"{row.steps:,.0f}"},
-        {"text": f"{row.forwards:,.0f}"},
-        {"text": f"{row.seconds:.2f}"},
-        {"text": f"{row.preparation:.2f}"},
+        {"text": _kept(row)},
+        {"text": _with_before(row, "steps", "{:,.0f}")},
+        {"text": _with_before(row, "forwards", "{:,.0f}")},
+        {"text": _with_before(row, "seconds", "{:.2f}")},
+        {"text": "" if row.holdout is None else percent(row.holdout)},
         {"text": str(row.n)},
     ]
     return {

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mixval.evaluation import accuracy_and_nll, calibration_error, predict
+from mixval.metrics import accuracy_and_nll, calibration_error, predict
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network
 from mixval.store import Store
@@ -28,7 +28,11 @@ def evaluation(
         store,
         "results",
         name,
-        made_from={"network": network.fingerprint, "test": test.fingerprint},
+        made_from={
+            "network": network.fingerprint,
+            "test": test.fingerprint,
+            "hold-out failures": [] if failures is None else failures.holdout.tolist(),
+        },
     )
     facts = cell.reuse(artifact)
     if facts is not None:
@@ -43,7 +47,7 @@ def evaluation(
         "accuracy": accuracy,
         "nll": nll,
         "ece": calibration_error(log_probs, rows.part.labels),
-        "kept": _kept(network),
+        **_kept(network),
         "leaks_test_labels": leaks_test_labels,
         "cost": asdict(network.cost),
         "preparation": asdict(preparation),
@@ -58,5 +62,11 @@ def evaluation(
     return facts
 
 
-def _kept(network: Network) -> float:
-    return 1.0 if network.record is None else float(network.record.mixed.float().mean())
+def _kept(network: Network) -> dict[str, float]:
+    """Return the mean weight of the mixes and of the clean samples, over the epochs that filter."""
+    if network.record is None:
+        return {"kept": 1.0, "clean_kept": 1.0}
+    mixed, clean = (
+        weights.float().nanmean() for weights in (network.record.mixed, network.record.clean)
+    )
+    return {"kept": float(mixed.nan_to_num(1.0)), "clean_kept": float(clean.nan_to_num(1.0))}

@@ -1,16 +1,20 @@
 """F, what the base network fails."""
 
+import logging
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mixval import choose
-from mixval.evaluation import predict
+from mixval.metrics import predict
 from mixval.seeding import generator
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network
 from mixval.store import Store
 from mixval.types import FailureSet
+
+log = logging.getLogger(__name__)
 
 
 def failures(cell: Cell, base: Network, store: Store) -> FailureSet:
@@ -38,6 +42,11 @@ def failures(cell: Cell, base: Network, store: Store) -> FailureSet:
             artifact.path("failures.parquet"),
             write_page_checksum=True,
         )
+        if not len(ids):
+            log.warning(
+                "%s, seed %d: the base network fails nothing on %s; a teacher on D∪F is one on D",
+                *(cell.panel, cell.seed, settings.split),
+            )
         artifact.finish({"found": len(ids), "of": len(part)})
     table = pq.read_table(artifact.path("failures.parquet")).to_pydict()
     ids, use = np.array(table["id"], dtype=np.int64), np.array(table["use"])

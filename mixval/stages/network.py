@@ -68,7 +68,7 @@ def learn(
     facts = cell.reuse(artifact)
     if facts is not None:
         return _load(cell, job, artifact, facts)
-    checkpoints = Checkpoints(artifact.path("checkpoints"))
+    checkpoints = Checkpoints(artifact.path("checkpoints"), artifact.fingerprint)
     trained = train(make_job(job, artifact), cell.engine, checkpoints, cell.watch)
     _save(cell, job, artifact, trained)
     checkpoints.clear()
@@ -83,6 +83,10 @@ def load_external(cell: Cell, place: str, teacher: Teacher) -> Network:
         raise UserError(
             f"{place}.weights: {path} has {facts['classes']} classes, "
             f"the data has {cell.splits.num_classes}; give a teacher of the same classes"
+        )
+    if facts["content"] != cell.splits.content:
+        raise UserError(
+            f"{place}.weights: {path} is of another dataset; give a teacher of this one"
         )
     choice = cell.recipe.model_of(teacher)
     model = build_model(choice, cell.splits, cell.seed, "teacher").to(cell.engine.device)
@@ -101,6 +105,7 @@ def _save(cell: Cell, job: Job, artifact: Artifact, trained: Trained) -> None:
         "dataset": cell.data.source.name,
         "classes": str(cell.splits.num_classes),
         "model": described(job.model),
+        "content": cell.splits.content,
         "splits": cell.data_fingerprint,
         "labels": labels_seen(cell.recipe, job.learner),
         "fingerprint": artifact.fingerprint,
@@ -111,7 +116,8 @@ def _save(cell: Cell, job: Job, artifact: Artifact, trained: Trained) -> None:
     lines = "".join(json.dumps(row) + "\n" for row in trained.metrics)
     artifact.path("metrics.jsonl").write_text(lines)
     last = {key: trained.metrics[-1][key] for key in ("val_dev_accuracy", "val_dev_nll")}
-    artifact.finish({"cost": asdict(trained.cost), **last})
+    leaks = cell.recipe.leaks_test_labels(job.learner)
+    artifact.finish({"cost": asdict(trained.cost), **last, "leaks_test_labels": leaks})
 
 
 def _load(cell: Cell, job: Job, artifact: Artifact, facts: dict[str, Any]) -> Network:

@@ -11,6 +11,7 @@ from mixval.report.render import page
 from mixval.results import Results
 from mixval.score_store import read_scores
 from mixval.store import Store
+from mixval.types import ScoreTable
 
 _CURVES = 5  # lines that one can still tell apart
 
@@ -18,7 +19,7 @@ _CURVES = 5  # lines that one can still tell apart
 def report(results: Results, store: Store) -> Path:
     """Write report.html into the run and return its path."""
     figures = {panel: _figures(results, panel, store) for panel in results.panels()}
-    environment = store.read_json("environment.json") or {"mixval": "?", "torch": "?"}
+    environment = (store.read_json("environment.json") or [{"mixval": "?", "torch": "?"}])[-1]
     command = (store.read_json("status.json") or {}).get("command", "mixval run")
     return store.write_text("report.html", page(results, environment, figures, command))
 
@@ -40,18 +41,22 @@ def _figures(results: Results, panel: str, store: Store) -> list[tuple[Figure, s
     ]
     curves = _dev_curves(results, panel, store)
     if curves:
-        caption = "Mean over seeds on val_dev, which nothing trains on and nothing is chosen by."
+        caption = "Mean over seeds on val_dev, which nothing trains on."
         figures.append((plots.training_curves(curves, label="val_dev NLL"), caption))
     for teacher in results.recipe.teachers:
-        path = store.place(panel, results.seeds()[0], "scores", teacher, "part-0000.parquet")
-        if path.is_file():
-            caption = (
-                f"r̂ of the probe mixes, base network against teacher {teacher!r} "
-                f"(seed {results.seeds()[0]}). If the kept share depends on λ, "
-                "the filter partly selects λ."
-            )
-            figures.append((plots.r_hat_by_lam(read_scores(path)), caption))
+        folder = store.place(panel, results.seeds()[0], "scores", teacher)
+        if folder.is_dir():
+            figures.append(_probe_figure(read_scores(folder), teacher, results.seeds()[0]))
     return figures
+
+
+def _probe_figure(table: ScoreTable, teacher: str, seed: int) -> tuple[Figure, str]:
+    leak = " (leaks test labels)" if table.provenance.get("leaks test labels") == "yes" else ""
+    caption = (
+        f"r̂ of the probe mixes, base network against teacher {teacher!r}{leak}, seed {seed}. "
+        "If the kept share depends on λ, the filter partly selects λ."
+    )
+    return plots.r_hat_by_lam(table), caption
 
 
 def _dev_curves(

@@ -8,13 +8,13 @@ import torch
 from mixval import choose
 from mixval.mixing import draw_plan
 from mixval.posteriors import point
-from mixval.rhat import Loss, Scorer
+from mixval.rhat import Scorer
 from mixval.score_store import read_scores, write_scores
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network
 from mixval.stages.teacher import TeacherSet
 from mixval.store import Store
-from mixval.types import MixPlan, Posterior, ScoreTable
+from mixval.types import Loss, MixPlan, Posterior, ScoreTable
 
 
 def scores(
@@ -25,7 +25,7 @@ def scores(
     if settings.rows == 0:
         return None
     plan = probe_plan(cell, teacher)
-    provenance = probe_provenance(cell, plan, teacher, base.fingerprint)
+    provenance = probe_provenance(cell, plan, name, teacher, base.fingerprint)
     artifact = cell.artifact(
         store,
         "scores",
@@ -62,12 +62,16 @@ def probe_plan(cell: Cell, teacher: TeacherSet) -> MixPlan:
     return MixPlan(**joined, alpha=settings.alpha, epoch=0)
 
 
-def probe_provenance(cell: Cell, plan: MixPlan, teacher: TeacherSet, base: str) -> dict[str, str]:
+def probe_provenance(
+    cell: Cell, plan: MixPlan, name: str, teacher: TeacherSet, base: str
+) -> dict[str, str]:
+    leaks = teacher.may_know_test or cell.recipe.leaks_test_labels(cell.recipe.teachers[name])
     return {
         "data": cell.data_fingerprint,
         "plan": plan.fingerprint,
         "updated": teacher.fingerprint,
         "base": base,
+        "leaks test labels": "yes" if leaks else "no",
     }
 
 

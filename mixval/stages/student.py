@@ -1,6 +1,5 @@
 """The network that is guided, from scratch."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,8 +8,9 @@ from torch import nn
 
 from mixval import choose
 from mixval.guidance import Guidance
+from mixval.moments import epoch_of
 from mixval.posteriors import point
-from mixval.recipe import Arm, epoch_of
+from mixval.recipe import Arm
 from mixval.rhat import Scorer
 from mixval.score_store import write_scores
 from mixval.stages.cell import Cell
@@ -19,7 +19,7 @@ from mixval.stages.scores import probe_plan, probe_provenance, score_plan
 from mixval.stages.teacher import TeacherSet
 from mixval.store import Artifact, Store
 from mixval.training import Job
-from mixval.types import FailureSet
+from mixval.types import FailureSet, Ints
 
 
 def student(
@@ -28,9 +28,13 @@ def student(
     failures: FailureSet | None,
     teacher: TeacherSet | None,
     replayed: Network | None,
+    folds: Ints | None,
     store: Store,
 ) -> Network:
-    """Return the student of the arm `name`, guided by `teacher` or replaying another arm."""
+    """Return the student of the arm `name`, guided by `teacher` or replaying another arm.
+
+    `folds` are those that partners are drawn within: of its teachers, or of the arm it replays.
+    """
     arm = cell.recipe.arms[name]
     extra: dict[str, Any] = {}
     if teacher is not None:
@@ -44,8 +48,8 @@ def student(
             job,
             guidance=_guidance(cell, arm, teacher, replayed),
             excluded=arm.excluded,
-            folds=None if teacher is None else teacher.folds,
-            after_epoch=_probe(cell, teacher, artifact),
+            folds=folds,
+            after_epoch=_probe(cell, arm, teacher, artifact),
         )
 
     return learn(
@@ -88,7 +92,7 @@ def _guidance(
 
 
 def _probe(
-    cell: Cell, teacher: TeacherSet | None, artifact: Artifact
+    cell: Cell, arm: Arm, teacher: TeacherSet | None, artifact: Artifact
 ) -> Callable[[int, nn.Module], None] | None:
     """Return what scores the probe plan again after the epochs that the recipe names."""
     settings = cell.recipe.scores
@@ -99,10 +103,9 @@ def _probe(
     def score(epochs_done: int, model: nn.Module) -> None:
         if epochs_done not in settings.epochs:
             return
-        frozen = copy.deepcopy(model)  # a posterior freezes its network; the student goes on
-        table = score_plan(cell, plan, teacher, point([frozen]), epochs_done)
+        table = score_plan(cell, plan, teacher, point([model]), epochs_done)
         base = f"{artifact.fingerprint}, epoch {epochs_done}"
-        provenance = probe_provenance(cell, plan, teacher, base)
+        provenance = probe_provenance(cell, plan, arm.teacher or "", teacher, base)
         path = artifact.path(f"part-{epochs_done:04d}.parquet")
         write_scores(path, replace(table, provenance=provenance))
 

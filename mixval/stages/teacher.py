@@ -7,8 +7,8 @@ from functools import cached_property, partial
 import numpy as np
 
 from mixval import posteriors
-from mixval.evaluation import accuracy_and_nll, predict
 from mixval.fingerprints import fingerprint
+from mixval.metrics import accuracy_and_nll, predict
 from mixval.mixing import assign_folds
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network, learn, load_external

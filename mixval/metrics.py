@@ -19,8 +19,8 @@ def predict(model: nn.Module, maker: RowMaker, chunk: int = 1000) -> Tensor:
 
 
 def accuracy_and_nll(log_probs: Tensor, labels: Tensor) -> tuple[float, float]:
-    hits = (log_probs.argmax(1) == labels).double().mean()
-    return float(hits), float(F.nll_loss(log_probs, labels))
+    hits = (log_probs.argmax(1) == labels).sum()
+    return float(hits) / len(labels), float(F.nll_loss(log_probs, labels))
 
 
 def calibration_error(log_probs: Tensor, labels: Tensor, bins: int = 15) -> float:
