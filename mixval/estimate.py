@@ -14,7 +14,8 @@ from mixval.pipeline import CellRun
 from mixval.recipe import Learner, Recipe
 from mixval.stages.cell import Cell
 from mixval.store import Store
-from mixval.training import Job, Watch, build_model, num_steps, train
+from mixval.training import train
+from mixval.training_job import Job, Watch, build_model, num_steps
 from mixval.work import Work
 
 Place = tuple[str, ...]

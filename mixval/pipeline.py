@@ -13,7 +13,7 @@ from mixval.stages.scores import scores
 from mixval.stages.student import student
 from mixval.stages.teacher import TeacherSet, teacher
 from mixval.store import Store
-from mixval.training import Cost
+from mixval.training_job import Cost
 from mixval.types import FailureSet, Ints
 
 

@@ -19,7 +19,7 @@ from mixval.errors import Interrupted
 from mixval.estimate import Estimate, estimate
 from mixval.pipeline import CellRun
 from mixval.stages.cell import Cell
-from mixval.training import Watch
+from mixval.training_job import Watch
 from mixval.work import Work
 
 log = logging.getLogger(__name__)

@@ -6,79 +6,27 @@ counters is all that a resume needs to go on bit by bit.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mixval import choose
 from mixval.augmentations import draw_uniforms
 from mixval.checkpoints import Checkpoints
 from mixval.engine import Engine
 from mixval.errors import Interrupted
-from mixval.guidance import Guidance, Record, without_traces
+from mixval.guidance import Record, without_traces
 from mixval.metrics import accuracy_and_nll, predict
-from mixval.mixing import RowMaker, draw_plan
+from mixval.mixing import RowMaker
 from mixval.moments import alpha_at
 from mixval.objectives import Objective, Weights
 from mixval.optimisers import make_optimiser
-from mixval.recipe import Choice, Learner, Training
-from mixval.seeding import generator, seed_torch, torch_seed, torch_stream
-from mixval.types import Batch, Ints, MixPlan, Part, Splits
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything that decides the weights of one network."""
-
-    learner: Learner
-    training: Training
-    model: Choice
-    epochs: int
-    part: Part  # what it is trained on
-    splits: Splits
-    seed: int
-    stream: str  # networks of one stream share initial weights, order, partners and lambdas
-    guidance: Guidance | None = None
-    excluded: str = "drop"
-    folds: Ints | None = None  # (N,) folds of `part` for out-of-fold teachers
-    after_epoch: Callable[[int, nn.Module], None] | None = None  # epochs done, the network
-
-
-@dataclass
-class Cost:
-    """What a network cost. A forward pass is one sample through one network."""
-
-    steps: int = 0
-    forwards: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.steps + other.steps, self.forwards + other.forwards, self.seconds + other.seconds
-        )
-
-
-@dataclass(frozen=True)
-class Watch:
-    """How the outside follows a training and asks it to stop."""
-
-    should_stop: Callable[[], bool] = lambda: False
-    on_steps: Callable[[int], None] = lambda steps: None
-    checkpoint_seconds: float = 60.0
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A finished network, how it got there, and what it cost."""
-
-    model: nn.Module
-    metrics: list[dict[str, Any]]
-    record: Record | None
-    cost: Cost
+from mixval.seeding import generator, seed_torch, torch_seed
+from mixval.training_job import Cost, Job, Plans, Trained, Watch, build_model, num_steps
+from mixval.types import Batch, MixPlan, Part
 
 
 @dataclass
@@ -93,44 +41,9 @@ class _State:
     totals: list[float] = field(default_factory=lambda: [0.0] * 4)  # loss, hits, kept, rows
 
 
-def build_model(model: Choice, splits: Splits, seed: int, stream: str) -> nn.Module:
-    """Return the network with its initial weights, the same for every use of the stream."""
-    with torch_stream(seed, f"{stream}/weights"):
-        build = choose.pick("models", model.name, model.parameters)
-        network: nn.Module = build(splits.image_shape, splits.num_classes)
-    return network
-
-
-def num_steps(samples: int, batch_size: int) -> int:
-    """Return the optimiser steps of an epoch: batches of about that size, none of them a rest."""
-    return max(1, round(samples / batch_size))
-
-
 def train(job: Job, engine: Engine, checkpoints: Checkpoints | None, watch: Watch) -> Trained:
     """Train a network from scratch, or from its last checkpoint, to the last epoch."""
     return _Loop(job, engine, checkpoints, watch).run()
-
-
-class Plans(dict[int, MixPlan]):
-    """The plan of an epoch and, where `refill` asks for them, further draws; each drawn once."""
-
-    def __init__(self, job: Job, epoch: int, alpha: float) -> None:
-        super().__init__()
-        self.job, self.epoch, self.alpha = job, epoch, alpha
-
-    def __missing__(self, draw: int) -> MixPlan:
-        plan = self[draw] = draw_plan(
-            seed=self.job.seed,
-            epoch=self.epoch,
-            alpha=self.alpha,
-            num_samples=len(self.job.part),
-            same_lam=self.job.learner.same_lam,
-            derange=self.job.learner.derange,
-            folds=self.job.folds,
-            stream=self.job.stream,
-            draw=draw,
-        )
-        return plan
 
 
 class _Loop:
@@ -180,7 +93,7 @@ class _Loop:
         samples, steps = len(self.job.part), self.steps_per_epoch
         return slice(samples * step // steps, samples * (step + 1) // steps)
 
-    def _step(self, plans: "Plans", rows: slice, uniforms: Tensor | None) -> None:
+    def _step(self, plans: Plans, rows: slice, uniforms: Tensor | None) -> None:
         job, state = self.job, self.state
         self.schedule.step_update(state.epoch * self.steps_per_epoch + state.step)
         # Seeding each step makes dropout a pure function of the step, too.
@@ -238,7 +151,7 @@ class _Loop:
             return [self._logits(batch) for batch in batches]
 
     def _refilled(
-        self, plans: "Plans", rows: slice, uniforms: Tensor | None
+        self, plans: Plans, rows: slice, uniforms: Tensor | None
     ) -> tuple[MixPlan, Tensor | None]:
         """Return the step's rows, and with `refill` which were kept after exchanging the others."""
         guidance, state = self.job.guidance, self.state

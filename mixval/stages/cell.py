@@ -14,7 +14,7 @@ from mixval.errors import UserError
 from mixval.mixing import RowMaker
 from mixval.recipe import Data, Recipe
 from mixval.store import Artifact, Store
-from mixval.training import Watch
+from mixval.training_job import Watch
 from mixval.types import FailureSet, Part, Splits
 
 FORMAT = 1  # of what stages write; raise it when older artifacts must not be used again

@@ -9,7 +9,7 @@ from mixval.metrics import accuracy_and_nll, calibration_error, predict
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network
 from mixval.store import Store
-from mixval.training import Cost
+from mixval.training_job import Cost
 from mixval.types import FailureSet
 
 

@@ -15,7 +15,8 @@ from mixval.guidance import Record
 from mixval.recipe import Learner, Teacher
 from mixval.stages.cell import Cell
 from mixval.store import Artifact, Store
-from mixval.training import Cost, Job, Trained, build_model, train
+from mixval.training import train
+from mixval.training_job import Cost, Job, Trained, build_model
 from mixval.types import FailureSet
 
 

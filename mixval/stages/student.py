@@ -18,7 +18,7 @@ from mixval.stages.network import Network, learn
 from mixval.stages.scores import probe_plan, probe_provenance, score_plan
 from mixval.stages.teacher import TeacherSet
 from mixval.store import Artifact, Store
-from mixval.training import Job
+from mixval.training_job import Job
 from mixval.types import FailureSet, Ints
 
 

@@ -13,7 +13,7 @@ from mixval.mixing import assign_folds
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network, learn, load_external
 from mixval.store import Artifact, Store
-from mixval.training import Cost, Job
+from mixval.training_job import Cost, Job
 from mixval.types import FailureSet, Ints, Posterior
 
 

@@ -1,0 +1,100 @@
+"""What goes into a training and what comes out: the job, its plans, its watch and its cost."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mixval import choose
+from mixval.guidance import Guidance, Record
+from mixval.mixing import draw_plan
+from mixval.recipe import Choice, Learner, Training
+from mixval.seeding import torch_stream
+from mixval.types import Ints, MixPlan, Part, Splits
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that decides the weights of one network."""
+
+    learner: Learner
+    training: Training
+    model: Choice
+    epochs: int
+    part: Part  # what it is trained on
+    splits: Splits
+    seed: int
+    stream: str  # networks of one stream share initial weights, order, partners and lambdas
+    guidance: Guidance | None = None
+    excluded: str = "drop"
+    folds: Ints | None = None  # (N,) folds of `part` for out-of-fold teachers
+    after_epoch: Callable[[int, nn.Module], None] | None = None  # epochs done, the network
+
+
+@dataclass
+class Cost:
+    """What a network cost. A forward pass is one sample through one network."""
+
+    steps: int = 0
+    forwards: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.steps + other.steps, self.forwards + other.forwards, self.seconds + other.seconds
+        )
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How the outside follows a training and asks it to stop."""
+
+    should_stop: Callable[[], bool] = lambda: False
+    on_steps: Callable[[int], None] = lambda steps: None
+    checkpoint_seconds: float = 60.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished network, how it got there, and what it cost."""
+
+    model: nn.Module
+    metrics: list[dict[str, Any]]
+    record: Record | None
+    cost: Cost
+
+
+class Plans(dict[int, MixPlan]):
+    """The plan of an epoch and, where `refill` asks for them, further draws; each drawn once."""
+
+    def __init__(self, job: Job, epoch: int, alpha: float) -> None:
+        super().__init__()
+        self.job, self.epoch, self.alpha = job, epoch, alpha
+
+    def __missing__(self, draw: int) -> MixPlan:
+        plan = self[draw] = draw_plan(
+            seed=self.job.seed,
+            epoch=self.epoch,
+            alpha=self.alpha,
+            num_samples=len(self.job.part),
+            same_lam=self.job.learner.same_lam,
+            derange=self.job.learner.derange,
+            folds=self.job.folds,
+            stream=self.job.stream,
+            draw=draw,
+        )
+        return plan
+
+
+def build_model(model: Choice, splits: Splits, seed: int, stream: str) -> nn.Module:
+    """Return the network with its initial weights, the same for every use of the stream."""
+    with torch_stream(seed, f"{stream}/weights"):
+        build = choose.pick("models", model.name, model.parameters)
+        network: nn.Module = build(splits.image_shape, splits.num_classes)
+    return network
+
+
+def num_steps(samples: int, batch_size: int) -> int:
+    """Return the optimiser steps of an epoch: batches of about that size, none of them a rest."""
+    return max(1, round(samples / batch_size))
