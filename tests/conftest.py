@@ -92,7 +92,7 @@ def tiny_description() -> Callable[..., dict[str, Any]]:
 @pytest.fixture(scope="session")
 def tiny_recipe() -> Callable[..., Any]:
     """Return a maker of the tiny recipe, with dotted changes."""
-    from mixval.recipe import make_recipe
+    from mixval import make_recipe
 
     return lambda changes=None: make_recipe(lay_over(TINY, changes or {}))
 
@@ -124,12 +124,81 @@ def mixval(mixval_script: str, tmp_path: Path) -> Callable[..., subprocess.Compl
 # -- torch --------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    # One thread and no subnormals, as in a run: both can change the last bits.
+@pytest.fixture(autouse=True)
+def _plain_torch() -> Iterator[None]:
+    """One thread, and subnormal numbers on again after a test that started an engine.
+
+    Both can change the last bits, and hypothesis refuses to draw floats without subnormals.
+    """
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
     yield
+    torch.set_flush_denormal(False)
+
+
+# -- networks -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine() -> Any:
+    from mixval.engine import start_engine
+
+    return start_engine("cpu", 1)
+
+
+@pytest.fixture(scope="session")
+def splits() -> Any:
+    """Return the splits of the tiny recipe, seed 0."""
+    from mixval.datasets import digits, load_splits
+
+    return load_splits(digits(), seed=0, train=60, val_f=40, val_dev=40, label_noise=0.0)
+
+
+@pytest.fixture(scope="session")
+def make_job(tiny_recipe: Callable[..., Any], splits: Any) -> Callable[..., Any]:
+    """Return a maker of the job of an arm of the tiny recipe; keywords replace its fields."""
+    from mixval.training import Job
+
+    def make(changes: Mapping[str, Any] | None = None, arm: str = "all", **fields: Any) -> Any:
+        recipe = tiny_recipe(changes)
+        learner = recipe.arms[arm]
+        job = {
+            "learner": learner,
+            "training": recipe.training,
+            "model": recipe.model_of(learner),
+            "epochs": recipe.epochs_of(learner),
+            "part": splits.train,
+            "splits": splits,
+            "seed": 0,
+            "stream": "student",
+        }
+        return Job(**{**job, **fields})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def teacher_model(make_job: Callable[..., Any], splits: Any) -> Any:
+    """Return a network that knows more than a student on train, and is too sure of mixes.
+
+    So r_hat has both signs from the first step on.
+    """
+    from mixval.engine import start_engine
+    from mixval.training import Watch, train
+    from mixval.types import Part
+
+    more = Part.join([splits.train, splits.val_f])
+    changes = {"arms.all.alpha": 0, "arms.all.epochs": 40, "training.lr": 0.2}
+    job = make_job(changes, part=more, stream="teacher")
+    return train(job, start_engine("cpu", 1), None, Watch()).model
+
+
+@pytest.fixture(scope="session")
+def scorer(teacher_model: Any) -> Any:
+    from mixval.losses import cross_entropy
+    from mixval.posteriors import point
+    from mixval.rhat import Scorer
+
+    return Scorer(point([teacher_model]), cross_entropy)
 
 
 @pytest.fixture(scope="session")

@@ -210,7 +210,7 @@ def test_exponential_without_a_change_is_constant():
 
 @pytest.mark.parametrize("schedule", [easy, hard, easy_hard_easy])
 def test_the_named_exponentials_refuse_a_middle_above_the_maximum(schedule):
-    with pytest.raises(ValueError, match="middle"):
+    with pytest.raises(ValueError, match="alpha_mid"):
         schedule(0.3, alpha_max=1.0, alpha_mid=2.0)
 
 
