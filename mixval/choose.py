@@ -102,9 +102,11 @@ def _source(home: str) -> Path:
         spec = importlib.util.find_spec(home)
     except (ImportError, ValueError):
         spec = None
-    if spec is None or not spec.origin:
-        raise UserError(f"no module {home!r} here or on the Python path; run from its folder")
-    return Path(spec.origin)
+    if spec is None or not str(spec.origin).endswith(".py"):
+        raise UserError(
+            f"no module {home!r} with a .py file here or on the Python path; run from its folder"
+        )
+    return Path(str(spec.origin))
 
 
 def _functions(path: Path) -> dict[str, ast.FunctionDef]:

@@ -29,5 +29,8 @@ def given(labels: Tensor, num_classes: int, *, values: list[NonNegative]) -> Ten
     """Return these values, scaled to mean 1 over the samples."""
     if len(values) != num_classes:
         raise UserError(f"values must name one weight per class ({num_classes}), got {len(values)}")
-    weights = torch.tensor(values)
-    return weights / weights[labels.cpu()].mean()
+    weights = torch.tensor(values, dtype=torch.float32)
+    mean = weights[labels.cpu()].mean()
+    if mean == 0:
+        raise UserError("training.class_weights: values must not be 0 for every class there is")
+    return weights / mean

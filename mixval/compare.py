@@ -32,7 +32,8 @@ class Interval:
 
         Nor where the spread is zero: equal differences of a few seeds do not estimate it.
         """
-        if not self.half_width > 0 or self.low <= 0 <= self.high:
+        spread = self.half_width > 1e-12 * max(1.0, abs(self.mean))  # more than rounding
+        if not spread or self.low <= 0 <= self.high:
             return 0
         return 1 if self.mean > 0 else -1
 
@@ -81,7 +82,8 @@ def verdict(
     sentence += f"; n = {accuracy.n})"
     if same_labels and same_labels["accuracy"].n > 1:
         finding = _labels_finding(same_labels["accuracy"])
-        sentence += f"; {finding} {same_labels_arm} ({_shown(same_labels)})"
+        named = f" {same_labels_arm}" if same_labels_arm else ""
+        sentence += f"; {finding}{named} ({_shown(same_labels)})"
     return sentence + "."
 
 

@@ -23,7 +23,6 @@ class Engine:
 def start_engine(device: str, threads: int) -> Engine:
     """Resolve `auto`, set the number of threads for this process, and check the device."""
     torch.set_num_threads(threads)
-    torch.set_flush_denormal(True)  # late in training, subnormal gradients slow a CPU tenfold
     torch.backends.cudnn.deterministic = True  # a resume must repeat every bit
     torch.backends.cudnn.benchmark = False
     return Engine(torch.device(_resolve(device)), threads)

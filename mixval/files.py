@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from mixval.errors import UserError
-from mixval.fingerprints import file_digest
+from mixval.fingerprints import file_digest, fingerprint
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -28,10 +28,11 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def seal(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the manifest of a folder: `facts` and the digest of every file. It comes last."""
+    """Write the manifest of a folder, last of all: facts, the digest of each file, and its own."""
     files = {path.name: file_digest(path) for path in sorted(folder.iterdir()) if path.is_file()}
     files.pop(MANIFEST, None)
-    text = json.dumps({**facts, "files": files}, indent=1, sort_keys=True)
+    said = {"facts": dict(facts), "files": files}
+    text = json.dumps({**said, "digest": fingerprint(said)}, indent=1, sort_keys=True)
     write_atomically(folder / MANIFEST, text.encode())
 
 
@@ -40,15 +41,18 @@ def sealed_facts(folder: Path) -> dict[str, Any] | None:
     if not (folder / MANIFEST).is_file():
         return None
     try:
-        facts: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-        digests = facts.pop("files")
-    except (ValueError, KeyError, AttributeError):
+        said = json.loads((folder / MANIFEST).read_bytes())
+        whole = said.pop("digest") == fingerprint(said)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        whole = False
+    if not whole:
         log.warning("%s is damaged and is not used", folder / MANIFEST)
         return None
-    for name, digest in digests.items():
+    for name, digest in said["files"].items():
         if not (folder / name).is_file() or file_digest(folder / name) != digest:
             log.warning("%s is damaged or missing and is not used", folder / name)
             return None
+    facts: dict[str, Any] = said["facts"]
     return facts
 
 

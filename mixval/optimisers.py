@@ -15,9 +15,11 @@ def make_optimiser(
     from timm.optim import create_optimizer_v2  # slow to load, and not needed to score
     from timm.scheduler import CosineLRScheduler
 
+    # Nesterov's form of momentum needs some; without any both are plain SGD.
+    plain = training.optimizer == "sgd" and training.momentum == 0
     optimiser = create_optimizer_v2(
         model,
-        opt=training.optimizer,
+        opt="momentum" if plain else training.optimizer,
         lr=training.lr,
         weight_decay=training.weight_decay,
         momentum=training.momentum,

@@ -28,7 +28,7 @@ def arm_intervals(
         width = 0.0 if np.isnan(width) else width
         colour = _COLOURS[1] if strong else _COLOURS[0]
         axes.errorbar(mean, row, xerr=width, fmt="o", color=colour, capsize=3, markersize=5)
-    axes.set_yticks(range(len(names)), [name.strip() for name in names])
+    axes.set_yticks(range(len(names)), [name.strip() for name in names], parse_math=False)
     axes.invert_yaxis()
     axes.set_xlabel(label)
     axes.grid(axis="x", alpha=0.3)
@@ -90,11 +90,13 @@ def training_curves(
     """A quantity over epochs, one line per arm, on data that nothing trains on."""
     figure = Figure(figsize=(7.2, 3.2), layout="constrained")
     axes = figure.subplots()
-    for index, (name, (epochs, values)) in enumerate(curves.items()):
-        axes.plot(epochs, values, color=_COLOURS[index % len(_COLOURS)], label=name.strip())
+    for index, (epochs, values) in enumerate(curves.values()):
+        axes.plot(epochs, values, color=_COLOURS[index % len(_COLOURS)])
     axes.set(xlabel="epoch", ylabel=label)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    legend = axes.legend(axes.get_lines(), [name.strip() for name in curves], fontsize=8)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a title is text, whatever signs are in it
     _plain(axes)
     return figure
 

@@ -189,7 +189,7 @@ class ScoreSettings(Section):
     loss: Annotated[Choice, option_of("losses")] = Field(
         Choice(name="cross_entropy"), description="H in r_hat"
     )
-    epochs: list[CountOrZero] = Field([], description="student epochs that score it again")
+    epochs: list[Count] = Field([], description="after how many epochs students score it again")
     chunk: Count = Field(500, description="rows per forward pass")
 
 

@@ -14,7 +14,8 @@ import torch
 
 
 def _entropy(seed: int, stream: str, *place: int) -> np.random.SeedSequence:
-    return np.random.SeedSequence([seed, zlib.crc32(stream.encode()), *place])
+    # As a spawn key, because entropy is padded with zeros: [7] and [7, 0] would be one stream.
+    return np.random.SeedSequence([seed, zlib.crc32(stream.encode())], spawn_key=place)
 
 
 def generator(seed: int, stream: str, *place: int) -> np.random.Generator:

@@ -5,6 +5,7 @@ dropout are pure functions of (seed, epoch, step), so a state of weights, optimi
 counters is all that a resume needs to go on bit by bit.
 """
 
+import math
 import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -129,15 +130,15 @@ class _Loop:
             return weights
         mixes = batches[0].mixed is not None
         faded = guidance.faded(state.epoch, state.stopped_at)
-        if accepted is not None:
-            parts = torch.split(accepted, [len(batch.clean) for batch in batches])
-            weights = [replace(w, mixed=part) for w, part in zip(weights, parts, strict=True)]
-        elif faded < 1 and (mixes or guidance.filters_clean):
+        if faded < 1 and (guidance.filters_clean or (mixes and accepted is None)):
             outputs = logits or self._scoring_logits(batches)
             scored = (mixes + guidance.filters_clean) * sum(len(b.clean) for b in batches)
             state.cost.forwards += guidance.num_teachers * scored
             rng = generator(self.job.seed, "filter", state.epoch, state.step)
             weights = guidance.weights(batches, outputs, (state.epoch, rows), rng, faded)
+        if accepted is not None:
+            parts = torch.split(accepted, [len(batch.clean) for batch in batches])
+            weights = [replace(w, mixed=part) for w, part in zip(weights, parts, strict=True)]
         assert self.record is not None
         self.record.write(state.epoch, rows, weights, mixes=mixes)
         return weights
@@ -179,11 +180,6 @@ class _Loop:
     def _end_epoch(self, alpha: float) -> None:
         job, state = self.job, self.state
         loss, hits, kept, rows = state.totals
-        if not torch.isfinite(torch.tensor(loss)):
-            raise FloatingPointError(
-                f"the loss is not finite in epoch {state.epoch} of {job.stream}; "
-                f"lower training.lr ({job.training.lr}) or look for bad pixels"
-            )
         row: dict[str, Any] = {
             "epoch": state.epoch,
             "alpha": alpha,
@@ -195,10 +191,23 @@ class _Loop:
         state.epoch, state.step, state.totals = state.epoch + 1, 0, [0.0] * 4
         if state.epoch % job.training.evaluate_every == 0 or state.epoch == job.epochs:
             row |= self._evaluate()
+        self._check_finite(*row.values())
         state.metrics.append(row)
         if job.after_epoch is not None:
             job.after_epoch(state.epoch, self.model)
         self.watch.on_steps(self.steps_per_epoch)
+
+    def _check_finite(self, *numbers: float) -> None:
+        """Refuse to go on from, or to save, what is no longer a number."""
+        tensors = (t for t in self.model.state_dict().values() if t.is_floating_point())
+        if not (
+            all(map(math.isfinite, numbers)) and all(bool(t.isfinite().all()) for t in tensors)
+        ):
+            job = self.job
+            raise FloatingPointError(
+                f"loss or weights are not finite in epoch {self.state.epoch} of {job.stream}; "
+                f"lower training.lr ({job.training.lr}) or look for bad pixels"
+            )
 
     def _evaluate(self) -> dict[str, float]:
         train = accuracy_and_nll(predict(self.model, self.train_rows), self.train_rows.part.labels)
@@ -284,6 +293,7 @@ class _Loop:
     def _save(self) -> None:
         if self.checkpoints is None:
             return
+        self._check_finite(self.state.totals[0])
         now = time.monotonic()
         self.state.cost.seconds += now - self.started
         self.started = self.saved = now

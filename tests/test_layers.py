@@ -25,6 +25,7 @@ LAYERS: list[set[str]] = [
     {"mixing", "rhat", "results", "work"},
     {"metrics", "objectives", "report"},
     {"guidance", "report.render"},
+    {"training_job"},
     {"training"},
     {"stages"},
     {"stages.cell"},

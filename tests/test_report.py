@@ -184,7 +184,7 @@ def test_the_columns_of_the_table_line_up(reported):
     for row in rows:
         for end in ends:
             assert row[end : end + 1] in ("", " "), row
-        for start, end in zip([ends[0], *ends], ends[1:], strict=False):
+        for start, end in zip(ends, ends[1:], strict=False):
             cell = row[start:end]
             assert not cell.strip() or cell[-1] != " ", (row, cell)
         assert row[ends[0] - 1] != " "

@@ -333,8 +333,8 @@ def test_a_checkpoint_of_other_data_is_not_used(tiny_recipe, engine, tmp_path):
 # -- a run as a command -------------------------------------------------------------------
 
 LONG = {
-    "training.epochs": 120,
-    "training.evaluate_every": 40,
+    "training.epochs": 60,
+    "training.evaluate_every": 30,
     "engine.checkpoint_seconds": 0.05,
     "seeds": [0, 1],
 }
