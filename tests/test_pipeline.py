@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -320,12 +322,25 @@ def test_a_control_brings_the_arm_that_it_replays(tiny_recipe, tmp_path):
 
 
 def test_two_runs_at_once_are_refused(run, tiny_recipe, snapshot):
-    # Catches two processes that write the same files.
-    with Store(run).locked():
+    # Catches two processes that write the same files; the lock goes with its process.
+    code = (
+        "import sys; from pathlib import Path; from mixval.store import Store\n"
+        "with Store(Path(sys.argv[1])).locked(): print('locked', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout.readline() == "locked\n"
         before = snapshot(run)
         with pytest.raises(UserError, match="in use by another run"):
             run_job(tiny_recipe(TWO_SEEDS), run)
         assert snapshot(run) == before
+        other.kill()
+        other.wait()
+    run_job(tiny_recipe(TWO_SEEDS), run)
 
 
 @pytest.mark.slow

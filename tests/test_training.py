@@ -17,7 +17,6 @@ from mixval.checkpoints import Checkpoints, load_weights
 from mixval.errors import UserError
 from mixval.files import weight_facts
 from mixval.guidance import Guidance, Record
-from mixval.job import run_job
 from mixval.mixing import RowMaker, assign_folds, draw_plan
 from mixval.pipeline import CellRun
 from mixval.posteriors import point
@@ -687,8 +686,8 @@ def weights_of(folder):
     }
 
 
-def run_with_other_labels(recipe, folder, part, monkeypatch):
-    """Run with every label of a part moved to the next class."""
+def weights_with_other_labels(recipe, engine, folder, part, monkeypatch):
+    """Return the weights of a cell where every label of `part` is moved to the next class."""
     load = mixval.stages.cell.load_splits
 
     def rotated(*args, **options):
@@ -699,12 +698,16 @@ def run_with_other_labels(recipe, folder, part, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(mixval.stages.cell, "load_splits", rotated)
-        run_job(recipe, folder)
+        return cell_weights(recipe, engine, folder)
+
+
+def cell_weights(recipe, engine, folder):
+    CellRun(Cell(recipe, "main", 0, engine), Store(folder)).upto("run", list(recipe.arms))
     return weights_of(folder)
 
 
 @pytest.mark.parametrize("folds", [1, 2])
-def test_no_test_label_reaches_any_weight(tiny_recipe, tmp_path, monkeypatch, folds):
+def test_no_test_label_reaches_any_weight(tiny_recipe, engine, tmp_path, monkeypatch, folds):
     # Catches any use of test labels before the last evaluation: every weight file stays the
     # same to the last bit when all of them are wrong.
     changes = {
@@ -714,10 +717,10 @@ def test_no_test_label_reaches_any_weight(tiny_recipe, tmp_path, monkeypatch, fo
         "arms.yoked.clean": "filtered",
     }
     recipe = tiny_recipe(changes)
-    run_job(recipe, tmp_path / "honest")
-    honest = weights_of(tmp_path / "honest")
+    honest = cell_weights(recipe, engine, tmp_path / "honest")
     assert len(honest) == 5 + folds
-    assert run_with_other_labels(recipe, tmp_path / "wrong", "test", monkeypatch) == honest
+    wrong = weights_with_other_labels(recipe, engine, tmp_path / "wrong", "test", monkeypatch)
+    assert wrong == honest
 
 
 @pytest.mark.parametrize(
@@ -730,13 +733,12 @@ def test_no_test_label_reaches_any_weight(tiny_recipe, tmp_path, monkeypatch, fo
     ],
 )
 def test_labels_that_may_be_used_do_reach_the_weights(
-    tiny_recipe, tmp_path, monkeypatch, changes, part
+    tiny_recipe, engine, tmp_path, monkeypatch, changes, part
 ):
     # The test above could not fail if labels changed nothing: here they must.
     recipe = tiny_recipe({**changes, "arms.yoked": None, "arms.guided.control": None})
-    run_job(recipe, tmp_path / "right")
-    right = weights_of(tmp_path / "right")
-    wrong = run_with_other_labels(recipe, tmp_path / "wrong", part, monkeypatch)
+    right = cell_weights(recipe, engine, tmp_path / "right")
+    wrong = weights_with_other_labels(recipe, engine, tmp_path / "wrong", part, monkeypatch)
     assert right.keys() == wrong.keys()
     changed = {name for name in right if right[name] != wrong[name]}
     assert any("teachers" in name for name in changed)
