@@ -52,8 +52,7 @@ class Checkpoints:
         torch.save(dict(state), unfinished / "state.pt")
         seal(unfinished, self.made_from)
         os.replace(unfinished, final)
-        for old in self._steps()[:-2]:
-            shutil.rmtree(old)
+        self._keep_two()
 
     def latest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Return tensors and state of the newest checkpoint that is whole and fits."""
@@ -68,6 +67,12 @@ class Checkpoints:
 
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _keep_two(self) -> None:
+        """Remove all but the newest two that are whole: a damaged one must not push one out."""
+        whole = [step for step in self._steps() if sealed_facts(step) == self.made_from]
+        for step in set(self._steps()) - set(whole[-2:]):
+            shutil.rmtree(step)
 
     def _steps(self) -> list[Path]:
         return sorted(self.folder.glob("step-*"))

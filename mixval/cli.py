@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
-    words = sorted(words, key=lambda word: word == "--debug")  # it may stand anywhere
+    words = sorted(words, key=lambda word: word in ("--debug", "--quiet"))  # anywhere will do
     try:
         arguments, overrides = _parse(words)
         level = logging.WARNING if arguments.quiet else logging.INFO

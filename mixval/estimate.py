@@ -117,7 +117,8 @@ def _shortened(learner: _Learner) -> _Learner:
 def planned_networks(recipe: Recipe, stage: str, arms: list[str]) -> list[tuple[Place, Learner]]:
     """Return the place and the settings of every network that a cell needs for a stage."""
     trains_students = stage in ("student", "run")
-    used = {recipe.arms[arm].teacher for arm in arms} if trains_students else set(recipe.teachers)
+    used = {recipe.arms[arm].teacher for arm in arms} if trains_students else {*recipe.teachers}
+    used -= {None}
     planned: list[tuple[Place, Learner]] = []
     if stage not in ("base", "failures"):
         for name, teacher in recipe.teachers.items():

@@ -7,6 +7,8 @@ from mixval.errors import UserError
 from mixval.files import weight_facts
 from mixval.recipe import Choice, Learner, Recipe, Teacher
 
+FACTS = {"classes", "content", "splits", "leaks", "fingerprint"}  # what a header says besides
+
 
 def check_external(recipe: Recipe, place: str, teacher: Teacher) -> dict[str, str]:
     """Return the facts in the header of a teacher's file; refuse one of other data or model."""
@@ -27,6 +29,11 @@ def check_external(recipe: Recipe, place: str, teacher: Teacher) -> dict[str, st
                 f"{place}.weights: {path} has {key} {facts.get(key)}, "
                 f"this recipe has {value}; give a teacher that fits"
             )
+    if missing := FACTS - facts.keys():
+        raise UserError(
+            f"{place}.weights: {path} does not say its {sorted(missing)[0]}; "
+            "give a weights.safetensors that mixval saved"
+        )
     return facts
 
 

@@ -44,7 +44,7 @@ class CellRun:
         elif stage in ("teacher", "score"):
             for name in wanted:
                 self.teacher(name)
-        if stage in ("score", "run"):
+        if stage in ("score", "run") and recipe.scores.rows:
             for name in wanted:
                 scores(self.cell, self.base(), name, self.teacher(name), self.store)
         if stage in ("student", "run"):
@@ -91,7 +91,6 @@ class CellRun:
                 name,
                 self.student(name),
                 self._preparation(arm),
-                self._leaks(arm),
                 self.failures() if self.cell.recipe.failures.holdout else None,
                 self.store,
             )
@@ -109,11 +108,6 @@ class CellRun:
 
     def _used(self, teacher_name: str, arms: list[str]) -> bool:
         return any(self.cell.recipe.arms[arm].teacher == teacher_name for arm in arms)
-
-    def _leaks(self, arm: Arm) -> bool:
-        guide = self._guide(arm)
-        foreign = guide is not None and self.teacher(guide).may_know_test
-        return foreign or self.cell.recipe.leaks_test_labels(arm)
 
     def _preparation(self, arm: Arm) -> Cost:
         """Return what is trained before this arm can be: its teachers, and the base for F."""

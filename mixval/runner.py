@@ -23,6 +23,7 @@ from mixval.training_job import Watch
 from mixval.work import Work
 
 log = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads and locks
 
 
@@ -32,25 +33,32 @@ def run_cells(work: Work, begin: Callable[[Estimate], None]) -> Counter[str]:
     `begin` is called once the cost is measured and the settings have proved to work.
     Raises Interrupted once every process has saved its state.
     """
-    with _stop_on_signals() as stop:
-        if work.workers == 1:
-            return _run_here(work, begin, stop)
-        progress: Any = _SPAWN.Queue()
-        setup = (stop, progress)
-        with ProcessPoolExecutor(work.workers, _SPAWN, _start_worker, setup) as pool:
-            cost = pool.submit(estimate, work).result()
-            begin(cost)
-            futures = {pool.submit(_worker_cell, work, *cell) for cell in work.cells}
-            with _progress(cost.steps) as advance:
-                return _follow(futures, progress, advance, stop)
+    with _listening() as received:
+        run = _run_here if work.workers == 1 else _run_in_workers
+        return run(work, begin, received)
 
 
-def _run_here(work: Work, begin: Callable[[Estimate], None], stop: Any) -> Counter[str]:
+def _run_here(work: Work, begin: Callable[[Estimate], None], received: list[int]) -> Counter[str]:
     cost = estimate(work)
     begin(cost)
     with _progress(cost.steps) as advance:
-        watch = Watch(stop.is_set, advance, work.recipe.engine.checkpoint_seconds)
+        watch = Watch(lambda: bool(received), advance, work.recipe.engine.checkpoint_seconds)
         return sum((_run_cell(work, *cell, watch) for cell in work.cells), Counter())
+
+
+def _run_in_workers(
+    work: Work, begin: Callable[[Estimate], None], received: list[int]
+) -> Counter[str]:
+    stop, progress = _SPAWN.Event(), _SPAWN.Queue()
+    with ProcessPoolExecutor(work.workers, _SPAWN, _start_worker, (stop, progress)) as pool:
+        with _signals_blocked():  # workers inherit the mask, and lift it once they are ready
+            measured = pool.submit(estimate, work)
+        cost = measured.result()
+        begin(cost)
+        with _signals_blocked():
+            futures = {pool.submit(_worker_cell, work, *cell) for cell in work.cells}
+        with _progress(cost.steps) as advance:
+            return _follow(futures, progress, advance, stop, received)
 
 
 def _run_cell(work: Work, panel: str, seed: int, watch: Watch) -> Counter[str]:
@@ -61,7 +69,11 @@ def _run_cell(work: Work, panel: str, seed: int, watch: Watch) -> Counter[str]:
 
 
 def _follow(
-    futures: set[Future[Counter[str]]], progress: Any, advance: Callable[[int], None], stop: Any
+    futures: set[Future[Counter[str]]],
+    progress: Any,
+    advance: Callable[[int], None],
+    stop: Any,
+    received: list[int],
 ) -> Counter[str]:
     pending, failure, reused = futures, None, Counter[str]()
     while pending:
@@ -76,6 +88,8 @@ def _follow(
             elif failure is None or isinstance(failure, Interrupted):
                 failure = error
                 stop.set()  # the others save their state and stop
+        if received:
+            stop.set()
         if stop.is_set():
             for future in pending:
                 future.cancel()
@@ -90,8 +104,9 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(stop: Any, progress: Any) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # both reach the whole group; the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     _worker.update(stop=stop, progress=progress)
     threading.Thread(target=_end_with_parent, args=(stop,), daemon=True).start()
 
@@ -133,11 +148,26 @@ def _progress(steps: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def _stop_on_signals() -> Iterator[Any]:
-    """Yield an event that Ctrl-C or SIGTERM sets; a second one ends everything at once."""
-    stop = _SPAWN.Event()
+def _signals_blocked() -> Iterator[None]:
+    """Hold signals back: what arrives meanwhile is delivered after."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+@contextmanager
+def _listening() -> Iterator[list[int]]:
+    """Yield a list that Ctrl-C or SIGTERM puts its number in; a second one ends everything at once.
+
+    A list, not an event: a handler may interrupt the very code that holds an event's lock.
+    """
     received: list[int] = []
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # only the main thread can listen; the caller's own handlers stay
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def on_signal(number: int, frame: Any) -> None:
         if received:
@@ -145,12 +175,11 @@ def _stop_on_signals() -> Iterator[Any]:
                 child.kill()
             os._exit(128 + number)
         received.append(number)
-        stop.set()
 
     for number in before:
         signal.signal(number, on_signal)
     try:
-        yield stop
+        yield received
     except Interrupted:
         raise Interrupted(*received) from None
     finally:

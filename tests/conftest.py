@@ -131,8 +131,6 @@ def _plain_torch() -> Iterator[None]:
     Both can change the last bits, and hypothesis refuses to draw floats without subnormals.
     """
     torch.set_num_threads(1)
-    yield
-    torch.set_flush_denormal(False)
 
 
 # -- networks -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import yaml
 from mixval import filter_policies, make_recipe
 from mixval.checkpoints import Checkpoints
 from mixval.errors import Interrupted, UserError
+from mixval.files import sealed_facts
 from mixval.guidance import Guidance
 from mixval.job import run_job
 from mixval.pipeline import CellRun
@@ -274,8 +275,7 @@ def contents(folder):
         elif path.suffix in (".jsonl", ".parquet"):
             found[place] = path.read_bytes()
         elif path.name == "manifest.json" and "results" in place:
-            facts = json.loads(path.read_text())["facts"]
-            found[place] = without_seconds(facts)
+            found[place] = without_seconds(sealed_facts(path.parent)["facts"])
     return found
 
 
@@ -351,7 +351,6 @@ def uninterrupted(long_recipe, tmp_path_factory):
     """Return the results of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     run_job(make_recipe(long_recipe), folder)
-    torch.set_flush_denormal(False)
     return results_of(folder)
 
 
@@ -517,13 +516,13 @@ def test_ctrl_c_is_safe_at_every_instant():
     code = """
 import os, signal, threading
 from mixval.errors import Interrupted
-from mixval.runner import _stop_on_signals
+from mixval.runner import _listening
 
 for _ in range(20):
     try:
-        with _stop_on_signals() as stop:
+        with _listening() as received:
             threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
-            while not stop.is_set():
+            while not received:
                 pass
     except Interrupted:
         print("stopped")

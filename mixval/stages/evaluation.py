@@ -18,7 +18,6 @@ def evaluation(
     name: str,
     network: Network,
     preparation: Cost,
-    leaks_test_labels: bool,
     failures: FailureSet | None,
     store: Store,
 ) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def evaluation(
         "nll": nll,
         "ece": calibration_error(log_probs, rows.part.labels),
         **_kept(network),
-        "leaks_test_labels": leaks_test_labels,
+        "leaks_test_labels": network.leaks,
         "cost": asdict(network.cost),
         "preparation": asdict(preparation),
     }

@@ -11,6 +11,7 @@ from torch import nn
 from mixval.checkpoints import Checkpoints, load_weights, save_weights
 from mixval.errors import UserError
 from mixval.external import check_external, described, labels_seen
+from mixval.fingerprints import file_digest
 from mixval.guidance import Record
 from mixval.recipe import Learner, Teacher
 from mixval.stages.cell import Cell
@@ -28,7 +29,7 @@ class Network:
     cost: Cost
     fingerprint: str
     record: Record | None = None
-    may_know_test: bool = False  # a file from elsewhere, trained on who knows which split
+    leaks: bool = False  # whether test labels may have reached it
 
 
 def learn(
@@ -41,13 +42,15 @@ def learn(
     failures: FailureSet | None = None,
     extra: dict[str, Any] | None = None,
     make_job: Callable[[Job, Artifact], Job] = lambda job, artifact: job,
+    leaks: bool = False,
 ) -> Network:
     """Return the learner's network: from the store if it is there, else trained and stored.
 
     `extra` is what else decides the weights (a teacher, a replayed run), by fingerprint;
-    `make_job` adds it to the job.
+    `make_job` adds it to the job, and `leaks` says whether it knows test labels.
     """
     recipe = cell.recipe
+    leaks = leaks or recipe.leaks_test_labels(learner)
     job = Job(
         learner=learner,
         training=recipe.training,
@@ -71,9 +74,9 @@ def learn(
         return _load(cell, job, artifact, facts)
     checkpoints = Checkpoints(artifact.path("checkpoints"), artifact.fingerprint)
     trained = train(make_job(job, artifact), cell.engine, checkpoints, cell.watch)
-    _save(cell, job, artifact, trained)
+    _save(cell, job, artifact, trained, leaks)
     checkpoints.clear()
-    return Network(trained.model, trained.cost, artifact.fingerprint, trained.record)
+    return Network(trained.model, trained.cost, artifact.fingerprint, trained.record, leaks)
 
 
 def load_external(cell: Cell, place: str, teacher: Teacher) -> Network:
@@ -97,11 +100,12 @@ def load_external(cell: Cell, place: str, teacher: Teacher) -> Network:
         raise UserError(f"{place}.weights: {path} does not fit {choice.name}: {error}") from error
     # Without a test split of the dataset's own, each seed draws another one: a teacher of
     # another seed or run may have trained on what is test here.
-    foreign = not cell.splits.own_test and facts.get("splits") != cell.data_fingerprint
-    return Network(model.eval(), Cost(), facts["fingerprint"], may_know_test=foreign)
+    foreign = not cell.splits.own_test and facts["splits"] != cell.data_fingerprint
+    leaks = foreign or facts["leaks"] != "no"
+    return Network(model.eval(), Cost(), file_digest(path)[:16], leaks=leaks)
 
 
-def _save(cell: Cell, job: Job, artifact: Artifact, trained: Trained) -> None:
+def _save(cell: Cell, job: Job, artifact: Artifact, trained: Trained, leaks: bool) -> None:
     header = {
         "dataset": cell.data.source.name,
         "classes": str(cell.splits.num_classes),
@@ -109,6 +113,7 @@ def _save(cell: Cell, job: Job, artifact: Artifact, trained: Trained) -> None:
         "content": cell.splits.content,
         "splits": cell.data_fingerprint,
         "labels": labels_seen(cell.recipe, job.learner),
+        "leaks": "yes" if leaks else "no",
         "fingerprint": artifact.fingerprint,
     }
     save_weights(artifact.path("weights.safetensors"), trained.model.state_dict(), header)
@@ -117,7 +122,6 @@ def _save(cell: Cell, job: Job, artifact: Artifact, trained: Trained) -> None:
     lines = "".join(json.dumps(row) + "\n" for row in trained.metrics)
     artifact.path("metrics.jsonl").write_text(lines)
     last = {key: trained.metrics[-1][key] for key in ("val_dev_accuracy", "val_dev_nll")}
-    leaks = cell.recipe.leaks_test_labels(job.learner)
     artifact.finish({"cost": asdict(trained.cost), **last, "leaks_test_labels": leaks})
 
 
@@ -126,4 +130,5 @@ def _load(cell: Cell, job: Job, artifact: Artifact, facts: dict[str, Any]) -> Ne
     model.load_state_dict(load_weights(artifact.folder / "weights.safetensors"))
     record = artifact.folder / "record.safetensors"
     replay = Record(**load_weights(record)) if record.is_file() else None
-    return Network(model.eval(), Cost(**facts["cost"]), artifact.fingerprint, replay)
+    cost, leaks = Cost(**facts["cost"]), facts["leaks_test_labels"]
+    return Network(model.eval(), cost, artifact.fingerprint, replay, leaks)

@@ -17,15 +17,11 @@ from mixval.store import Store
 from mixval.types import Loss, MixPlan, Posterior, ScoreTable
 
 
-def scores(
-    cell: Cell, base: Network, name: str, teacher: TeacherSet, store: Store
-) -> ScoreTable | None:
-    """Return r_hat of the probe plan, the base network as p(theta | D); None if it has no rows."""
+def scores(cell: Cell, base: Network, name: str, teacher: TeacherSet, store: Store) -> ScoreTable:
+    """Return r_hat of the probe plan, with the base network as p(theta | D)."""
     settings = cell.recipe.scores
-    if settings.rows == 0:
-        return None
     plan = probe_plan(cell, teacher)
-    provenance = probe_provenance(cell, plan, name, teacher, base.fingerprint)
+    provenance = probe_provenance(cell, plan, teacher, base.fingerprint)
     artifact = cell.artifact(
         store,
         "scores",
@@ -62,16 +58,13 @@ def probe_plan(cell: Cell, teacher: TeacherSet) -> MixPlan:
     return MixPlan(**joined, alpha=settings.alpha, epoch=0)
 
 
-def probe_provenance(
-    cell: Cell, plan: MixPlan, name: str, teacher: TeacherSet, base: str
-) -> dict[str, str]:
-    leaks = teacher.may_know_test or cell.recipe.leaks_test_labels(cell.recipe.teachers[name])
+def probe_provenance(cell: Cell, plan: MixPlan, teacher: TeacherSet, base: str) -> dict[str, str]:
     return {
         "data": cell.data_fingerprint,
         "plan": plan.fingerprint,
         "updated": teacher.fingerprint,
         "base": base,
-        "leaks test labels": "yes" if leaks else "no",
+        "leaks test labels": "yes" if teacher.leaks else "no",
     }
 
 

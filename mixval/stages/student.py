@@ -36,6 +36,7 @@ def student(
     `folds` are those that partners are drawn within: of its teachers, or of the arm it replays.
     """
     arm = cell.recipe.arms[name]
+    behind = [guide for guide in (teacher, replayed) if guide is not None]
     extra: dict[str, Any] = {}
     if teacher is not None:
         extra["teacher"] = teacher.fingerprint
@@ -49,7 +50,7 @@ def student(
             guidance=_guidance(cell, arm, teacher, replayed),
             excluded=arm.excluded,
             folds=folds,
-            after_epoch=_probe(cell, arm, teacher, artifact),
+            after_epoch=_probe(cell, teacher, artifact),
         )
 
     return learn(
@@ -61,6 +62,7 @@ def student(
         failures=failures,
         extra=extra,
         make_job=guided,
+        leaks=any(guide.leaks for guide in behind),
     )
 
 
@@ -92,7 +94,7 @@ def _guidance(
 
 
 def _probe(
-    cell: Cell, arm: Arm, teacher: TeacherSet | None, artifact: Artifact
+    cell: Cell, teacher: TeacherSet | None, artifact: Artifact
 ) -> Callable[[int, nn.Module], None] | None:
     """Return what scores the probe plan again after the epochs that the recipe names."""
     settings = cell.recipe.scores
@@ -105,7 +107,7 @@ def _probe(
             return
         table = score_plan(cell, plan, teacher, point([model]), epochs_done)
         base = f"{artifact.fingerprint}, epoch {epochs_done}"
-        provenance = probe_provenance(cell, plan, arm.teacher or "", teacher, base)
+        provenance = probe_provenance(cell, plan, teacher, base)
         path = artifact.path(f"part-{epochs_done:04d}.parquet")
         write_scores(path, replace(table, provenance=provenance))
 

@@ -30,8 +30,8 @@ class TeacherSet:
         return posteriors.point(models) if self.folds is None else posteriors.out_of_fold(models)
 
     @property
-    def may_know_test(self) -> bool:
-        return any(network.may_know_test for network in self.networks)
+    def leaks(self) -> bool:
+        return any(network.leaks for network in self.networks)
 
     @property
     def cost(self) -> Cost:
