@@ -4,7 +4,7 @@ import copy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +125,8 @@ def mixval(mixval_script: str, tmp_path: Path) -> Callable[..., subprocess.Compl
 
 
 @pytest.fixture(autouse=True)
-def _plain_torch() -> Iterator[None]:
-    """One thread, and subnormal numbers on again after a test that started an engine.
-
-    Both can change the last bits, and hypothesis refuses to draw floats without subnormals.
-    """
+def _one_thread() -> None:
+    """The number of threads can change the last bits."""
     torch.set_num_threads(1)
 
 

@@ -550,7 +550,7 @@ def test_a_teacher_file_with_other_classes_is_refused(tiny_recipe, tmp_path, fin
         run_job(tiny_recipe(with_teacher_file(file)), tmp_path / "run")
 
 
-@pytest.mark.parametrize("key", ["classes", "fingerprint", "splits", "labels"])
+@pytest.mark.parametrize("key", ["classes", "content", "splits", "labels", "leaks"])
 def test_a_teacher_file_that_says_too_little_is_refused_or_marked(
     tiny_recipe, tmp_path, finished, key
 ):

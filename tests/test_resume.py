@@ -415,8 +415,8 @@ def wait_until(condition, process, seconds=60):
         time.sleep(0.005)
 
 
-def interrupt_and_resume(start, folder, number, workers, *, whole_group):
-    """Stop a run after its first network, in the middle of another; then let it finish."""
+def interrupt(start, folder, number, workers, *, whole_group):
+    """Stop a run after its first network, in the middle of another."""
     process = start(workers)
     wait_until(
         lambda: (
@@ -434,13 +434,7 @@ def interrupt_and_resume(start, folder, number, workers, *, whole_group):
     wait_for_end(process.pid)
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("interrupted", 128 + number)
-    assert not list(folder.rglob("results")) or len(list(folder.rglob("results/*"))) < 8
-    again = start(workers)
-    output, errors = again.communicate(timeout=90)
-    assert again.returncode == 0, errors
-    assert "reused" in output
-    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
-    return results_of(folder)
+    assert len(list(folder.rglob("results/*"))) < 8
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -479,35 +473,42 @@ def signal_in_the_middle(folder, number):
 @pytest.mark.slow
 def test_ctrl_c_exits_130_and_the_same_command_goes_on(start, uninterrupted, tmp_path):
     # As above, from the command line.
-    found = interrupt_and_resume(start, tmp_path / "run", signal.SIGINT, 1, whole_group=False)
-    assert found == uninterrupted
+    folder = tmp_path / "run"
+    interrupt(start, folder, signal.SIGINT, 1, whole_group=False)
+    again = start(1)
+    output, errors = again.communicate(timeout=90)
+    assert again.returncode == 0, errors
+    assert "reused" in output
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    assert results_of(folder) == uninterrupted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)]
 )
-def test_a_signal_stops_workers_too(start, uninterrupted, tmp_path, number, whole_group):
+def test_a_signal_stops_workers_too(
+    start, long_recipe, uninterrupted, tmp_path, number, whole_group
+):
     # As above with two processes. Ctrl-C in a terminal reaches the workers as well, also one
     # that is just starting: they must let the parent decide.
-    folder = tmp_path / "run"
-    found = interrupt_and_resume(start, folder, number, 2, whole_group=whole_group)
-    assert found == uninterrupted
+    interrupt(start, tmp_path / "run", number, 2, whole_group=whole_group)
+    run_job(make_recipe(long_recipe), tmp_path / "run")
+    assert results_of(tmp_path / "run") == uninterrupted
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_to_the_same_results(start, uninterrupted, tmp_path):
+def test_killed_at_any_moment_it_goes_on_to_the_same_results(
+    start, long_recipe, uninterrupted, tmp_path
+):
     # Catches files that are there but not whole: nothing is saved when the power fails.
-    folder = tmp_path / "run"
     process = start(1)
-    wait_until(lambda: list(folder.rglob("checkpoints/step-*")), process)
+    wait_until(lambda: list((tmp_path / "run").rglob("checkpoints/step-*")), process)
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    again = start(1)
-    _, errors = again.communicate(timeout=90)
-    assert again.returncode == 0, errors
-    assert results_of(folder) == uninterrupted
+    run_job(make_recipe(long_recipe), tmp_path / "run")
+    assert results_of(tmp_path / "run") == uninterrupted
 
 
 def test_ctrl_c_is_safe_at_every_instant():
