@@ -281,5 +281,8 @@ def _seeds(words: list[str]) -> list[int]:
             raise UserError(
                 f"--seeds: must be numbers such as 0 1 2 or a range such as 0-9, got {word!r}"
             )
-        seeds += range(int(first), int(last if dash else first) + 1)
+        chosen = range(int(first), int(last if dash else first) + 1)
+        if not 0 < len(chosen) <= 10_000:
+            raise UserError(f"--seeds: a range must hold 1 to 10000 seeds, got {word!r}")
+        seeds += chosen
     return sorted(set(seeds))

@@ -43,6 +43,10 @@ def npz(*, path: str) -> Source:
         if test.images.shape[1:] != train.images.shape[1:]:
             raise UserError(f"{path}: images_test must have the size and channels of images")
     count = int(train.labels.max()) + 1
+    empty = sorted(set(range(min(count, len(train) + 1))) - set(train.labels.tolist()))
+    if empty or count < 2:
+        found = f"class {empty[0]} has no image" if empty else "there is one class only"
+        raise UserError(f"{path}: labels must be 0 to K-1 with K of 2 or more; {found}")
     if test is not None and int(test.labels.max()) >= count:
         raise UserError(f"{path}: labels_test must be among the {count} classes of labels")
     return Source(train, test, tuple(str(k) for k in range(count)))

@@ -371,3 +371,11 @@ def test_a_reader_that_leaves_early_is_no_error(mixval_script):
     )
     assert done.stdout == "recipes\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("seeds", ["0-999999999", "5-2"])
+def test_a_range_of_seeds_is_neither_endless_nor_empty(main_here, seeds):
+    # Catches a list of a thousand million seeds, and a run of none.
+    code, _, errors = main_here("run", "--seeds", seeds)
+    assert code == 2
+    assert "--seeds: a range must hold 1 to 10000 seeds" in errors

@@ -256,3 +256,19 @@ def test_the_fingerprint_of_splits_sees_every_pixel_and_label_but_no_test():
             assert replace(splits, **{name: changed}).fingerprint != splits.fingerprint
     rotated = replace(splits.test, labels=(splits.test.labels + 1) % 10)
     assert replace(splits, test=rotated).fingerprint == splits.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("labels", "finding"),
+    [
+        ([0, 2, 2, 0], "class 1 has no image"),
+        ([0, 0, 0, 0], "one class only"),
+        ([0, 10**9, 0, 1], "class 2"),
+    ],
+)
+def test_labels_with_gaps_are_refused_before_a_list_of_classes_is_made(tmp_path, labels, finding):
+    # Catches a thousand million class names made for one wrong label, and classes nobody can learn.
+    path = tmp_path / "gaps.npz"
+    np.savez(path, images=np.zeros((4, 2, 2), np.uint8), labels=np.array(labels))
+    with pytest.raises(UserError, match=rf"gaps\.npz.*{finding}"):
+        npz(path=str(path))
