@@ -8,6 +8,7 @@ before torch is loaded. An option of the user's own is `module:function`.
 import ast
 import difflib
 import functools
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -92,6 +93,20 @@ def pick(module: str, name: str, parameters: dict[str, Any]) -> Callable[..., An
     if ":" in name:
         _source(home)
     return functools.partial(getattr(importlib.import_module(home), function), **parameters)
+
+
+def own_code(described: Any) -> dict[str, str]:
+    """Return the digest of the source behind every `module:function` that settings name."""
+    if isinstance(described, list):
+        described = dict(enumerate(described))
+    if not isinstance(described, dict):
+        return {}
+    name, found = str(described.get("name")), {}
+    if ":" in name:
+        found[name] = hashlib.sha256(_source(name.split(":")[0]).read_bytes()).hexdigest()
+    for inner in described.values():
+        found |= own_code(inner)
+    return found
 
 
 def _source(home: str) -> Path:

@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 
 from mixval import choose
 from mixval.errors import UserError, exit_state
-from mixval.recipe import Choice, Recipe
-from mixval.recipe_loading import load_recipe, packaged_recipes, parse_yaml
+from mixval.recipe import Arm, Choice, Panel, Recipe, Teacher
+from mixval.recipe_loading import PACKAGED, load_recipe, packaged_recipes, parse_yaml
 
 VERBS = {
     "the whole job": {
@@ -115,11 +115,16 @@ def _report(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
 
 
 def _list(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
-    wanted = choose.subset("list", arguments.what or None, ["recipes", *CHOICE_MODULES])
-    for module in wanted:
+    sections: dict[str, type[BaseModel]] = {"arms": Arm, "teachers": Teacher, "panels": Panel}
+    everything = ["recipes", *sections, *CHOICE_MODULES]
+    for module in choose.subset("list", arguments.what or None, everything):
         print(module)
         if module == "recipes":
-            print("  " + "\n  ".join(packaged_recipes()))
+            print("  " + "\n  ".join(str(PACKAGED / f"{name}.yaml") for name in packaged_recipes()))
+        elif module in sections:
+            for key, field in sections[module].model_fields.items():
+                default = field.default.name if isinstance(field.default, Choice) else field.default
+                print(f"  {key:<14} {field.description} (default: {default})")
         else:
             for option in choose.options(module).values():
                 print(f"  {option.signature}\n      {option.summary}")
@@ -203,7 +208,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser, words: list[str]) -> Non
                 help=text.replace("%", "%%"),
             )
     parser.add_argument_group(
-        "named parts", "by their place, e.g. --arms.all.alpha 2 --teachers.train.epochs 80"
+        "arms, teachers and panels",
+        "by their place, e.g. --arms.all.alpha 2; `mixval list arms teachers` shows their keys",
     )
 
 

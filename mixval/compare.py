@@ -74,11 +74,13 @@ def verdict(
     accuracy = control["accuracy"]
     if accuracy.n < 2:
         return f"{arm}: no verdict from one seed; run more (--seeds 0-9)."
-    sentence = f"{arm}: {_finding(accuracy)} ({_shown(control)} against its yoked control"
+    sentence = f"{arm}: {_finding(control)} ({_shown(control)} against its yoked control"
     if lam_control and lam_control["accuracy"].n > 1:
         sentence += f"; {_shown(lam_control)} against the one within λ-deciles"
         if accuracy.sign > 0 and lam_control["accuracy"].sign <= 0:
             sentence += ", so selecting by λ alone may explain it"
+    elif accuracy.sign > 0:
+        sentence += "; selecting by λ is not ruled out, no control within λ-deciles was run"
     sentence += f"; n = {accuracy.n})"
     if same_labels and same_labels["accuracy"].n > 1:
         finding = _labels_finding(same_labels["accuracy"])
@@ -87,10 +89,12 @@ def verdict(
     return sentence + "."
 
 
-def _finding(accuracy: Interval) -> str:
-    return {1: "filtering helped", -1: "filtering hurt", 0: "no effect of filtering shown"}[
-        accuracy.sign
-    ]
+def _finding(differences: Mapping[str, Interval]) -> str:
+    accuracy, nll = differences["accuracy"].sign, differences["nll"].sign
+    found = {1: "filtering helped", -1: "filtering hurt", 0: "no effect of filtering shown"}
+    if nll == 0 or accuracy == -nll:
+        return found[accuracy]
+    return f"{found[accuracy]} in accuracy, NLL {'worse' if nll > 0 else 'better'}"
 
 
 def _labels_finding(accuracy: Interval) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mixval.errors import UserError
 from mixval.objectives import Weights
 from mixval.rhat import Scored, Scorer
 from mixval.types import Batch, MixScores
@@ -113,6 +114,11 @@ class Guidance:
                 replayed=None if replayed is None else replayed.to(lam.device),
             )
         )
+        if weights.shape != lam.shape or not bool(((weights >= 0) & (weights <= 1)).all()):
+            raise UserError(
+                f"filter: must return weights in [0, 1] of shape {tuple(lam.shape)}, "
+                f"got {tuple(weights.shape)} from {float(weights.min())} to {float(weights.max())}"
+            )
         return (1 - faded) * weights + faded
 
 

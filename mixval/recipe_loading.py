@@ -12,7 +12,7 @@ from mixval import choose
 from mixval.errors import UserError
 from mixval.recipe import NAMED, UNREAD, Recipe
 from mixval.recipe_errors import one_line
-from mixval.recipe_rules import check
+from mixval.recipe_rules import NOT_REPLAYED, check
 
 PACKAGED = Path(__file__).parent / "recipes"
 
@@ -36,7 +36,7 @@ def make_recipe(described: Mapping[str, Any], code: Collection[str] | None = Non
     who calls this from Python runs code of their own anyway.
     """
     try:
-        recipe = Recipe.model_validate(described, context={"code": code})
+        recipe = Recipe.model_validate(_with_inherited(described), context={"code": code})
         check(recipe)
     except ValidationError as error:
         raise UserError(one_line(error, Recipe)) from error
@@ -45,6 +45,22 @@ def make_recipe(described: Mapping[str, Any], code: Collection[str] | None = Non
     except ValueError as error:
         raise UserError(str(error)) from error
     return recipe
+
+
+def _with_inherited(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Give controls what they do not say themselves: it is as in the arm that they replay."""
+    arms = described.get("arms")
+    if not isinstance(arms, dict):
+        return dict(described)
+    filled = {}
+    for name, arm in arms.items():
+        chosen = arm.get("filter") if isinstance(arm, dict) else None
+        of = chosen.get("of") if isinstance(chosen, dict) else None
+        guided = arms.get(of) if isinstance(of, str) else None
+        inherited = guided if isinstance(guided, dict) and isinstance(arm, dict) else {}
+        kept = {key: value for key, value in inherited.items() if key not in NOT_REPLAYED}
+        filled[name] = {**kept, **arm} if isinstance(arm, dict) else arm
+    return {**described, "arms": filled}
 
 
 def recorded_recipe(path: Path) -> Recipe:

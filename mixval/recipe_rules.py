@@ -9,6 +9,11 @@ from mixval.moments import alpha_at, epoch_of
 if TYPE_CHECKING:
     from mixval.recipe import Arm, Learner, Recipe, Teacher
 
+# What a yoked control has of its own; all else is as in the arm that it replays.
+NOT_REPLAYED = {
+    *("title", "control", "teacher", "filter", "guide_until", "guide_fade", "refill_draws"),
+}
+
 
 def check(recipe: "Recipe") -> None:
     """Raise ValueError at the first rule that the recipe breaks."""
@@ -101,6 +106,9 @@ def _check_arm(recipe: "Recipe", place: str, arm: "Arm") -> None:
         name = getattr(arm, key)
         if name is not None and name not in known:
             raise ValueError(f"{place}.{key}: there is no {name!r}; {choose.nearest(name, known)}")
+    if arm.yoked_to is not None and arm.excluded == "refill":
+        rule = "other than refill: refilled mixes can't be replayed"
+        _refuse(f"{place}.excluded", rule, "refill")
     needs = {
         "filter": arm.is_guided,
         "excluded": arm.excluded in ("relabel", "refill"),
@@ -140,12 +148,7 @@ def _check_yoke(recipe: "Recipe", place: str, arm: "Arm", other: str) -> None:
     guided = recipe.arms[other]
     if not guided.is_guided:
         _refuse(f"{place}.filter.of", "an arm whose filter asks a teacher", other)
-    if "refill" in (arm.excluded, guided.excluded):
-        _refuse(
-            f"{place}.excluded", "other than refill: refilled mixes can't be replayed", "refill"
-        )
-    own = {"title", "control", "teacher", "filter", "guide_until", "guide_fade", "refill_draws"}
-    for key in type(arm).model_fields.keys() - own:
+    for key in type(arm).model_fields.keys() - NOT_REPLAYED:
         if getattr(arm, key) != getattr(guided, key):
             _refuse(f"{place}.{key}", f"as in arms.{other}, which it replays", getattr(arm, key))
 

@@ -84,14 +84,17 @@ class Results:
     def _best(self, panel: str) -> str:
         """Say which arm came out on top of those that saw no label outside D, filtered or not."""
         arms = self.recipe.arms
-        rows = [r for r in self.rows(panel) if self.recipe.knows_only_train(arms[r.arm])]
+        rows = [
+            row
+            for row in self.rows(panel)
+            if row.n == len(self.seeds()) and not row.leaks_test_labels
+            if self.recipe.knows_only_train(arms[row.arm]) and arms[row.arm].yoked_to is None
+        ]
         if not rows:
             return ""
         best = max(rows, key=lambda row: row.accuracy.mean)
-        yoked_to = arms[best.arm].yoked_to
-        title = f"a yoked control of {self.title(yoked_to)}" if yoked_to else best.title.strip()
         mean, width = 100 * best.accuracy.mean, 100 * best.accuracy.half_width
-        shown = f"{title} ({mean:.2f} ± {width:.2f})"
+        shown = f"{best.title.strip()} ({mean:.2f} ± {width:.2f})"
         return f"Highest mean accuracy of the arms that know D only: {shown}."
 
     def _verdict(self, panel: str, name: str) -> str:

@@ -575,3 +575,15 @@ def test_on_digits_keeping_negative_r_hat_beats_keeping_positive(tmp_path):
     difference = results.differences("clean", *arms)["accuracy"]
     assert difference.n == 10
     assert difference.mean > 0
+
+
+def test_own_code_that_changed_is_not_reused(tiny_recipe, tmp_path, monkeypatch):
+    # Catches one mean over the results of two functions of the same name.
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "my_changing_schedule.py"
+    source.write_text("def flat(progress):\n    return 1.0\n")
+    recipe = tiny_recipe({"arms.all.alpha": "my_changing_schedule:flat"})
+    run_job(recipe, tmp_path / "run", stage="student", arms=["all"])
+    source.write_text("def flat(progress):\n    return 0.5\n")
+    with pytest.raises(UserError, match="was made with another own code"):
+        run_job(recipe, tmp_path / "run", stage="student", arms=["all"])

@@ -587,3 +587,11 @@ def test_what_was_made_differently_is_a_conflict(tiny_recipe, changes, key):
     # Catches results of two recipes in one table.
     assert tiny_recipe().conflict_with(tiny_recipe(changes)) == key
     assert tiny_recipe(changes).conflict_with(tiny_recipe()) == key
+
+
+def test_a_control_is_like_the_arm_it_replays_where_it_says_nothing(tiny_recipe):
+    # Catches a change of the guided arm that has to be repeated for each of its controls.
+    recipe = tiny_recipe({"arms.guided.alpha": 5.0, "arms.guided.derange": True})
+    assert recipe.arms["yoked"].alpha == recipe.arms["guided"].alpha
+    assert recipe.arms["yoked"].derange
+    assert recipe.arms["yoked"].teacher is None

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from mixval import choose
 from mixval.checkpoints import Checkpoints, load_weights, save_weights
 from mixval.errors import UserError
 from mixval.external import check_external, described, labels_seen
@@ -68,6 +69,8 @@ def learn(
         "training data": job.part.fingerprint,
         **(extra or {}),
     }
+    if code := choose.own_code(made_from):
+        made_from["own code"] = code
     artifact = cell.artifact(store, *place, made_from=made_from)
     facts = cell.reuse(artifact)
     if facts is not None:

@@ -35,8 +35,8 @@ def _figures(results: Results, panel: str, store: Store) -> list[tuple[Figure, s
                 [100 * row.accuracy.half_width for row in rows],
                 [arms[row.arm].is_guided for row in rows],
             ),
-            "Mean and 95 % interval over seeds. The intervals include how much seeds differ; "
-            "the paired differences in the table do not, and are narrower.",
+            "Mean and 95 % interval over seeds. Judge differences by the table, where they are "
+            "paired by seed, and not by whether these intervals overlap.",
         )
     ]
     curves = _dev_curves(results, panel, store)
