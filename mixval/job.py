@@ -63,15 +63,17 @@ def _run_recorded(work: Work, command: str, say: Callable[[str], None]) -> None:
     from mixval.runner import run_cells
 
     store = work.store
-    note = {"command": command, "seeds": work.recipe.seeds, "stage": work.stage}
+    before = (store.read_json("status.json") or {}).get("commands", [])
+    commands = [*(old for old in before if old != command), command]
+    note = {"commands": commands, "seeds": work.recipe.seeds, "stage": work.stage}
 
     def begin(cost: Estimate) -> None:
         say(str(cost))
         store.bind(work.recipe)
         store.write_json("status.json", {**note, "state": "running"})
-        before = store.read_json("environment.json") or []
-        if environment() not in before:
-            store.write_json("environment.json", [*before, environment()])
+        known = store.read_json("environment.json") or []
+        if environment() not in known:
+            store.write_json("environment.json", [*known, environment()])
 
     try:
         reused = run_cells(work, begin)

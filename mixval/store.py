@@ -88,12 +88,13 @@ class Store:
             )
 
     def bind(self, recipe: Recipe) -> None:
-        """Make this the directory of `recipe`; arms, teachers and panels of before stay known."""
+        """Make this the directory of `recipe`; arms, teachers, panels and seeds of before stay."""
         self.check(recipe)
         before = self.recipe()
         if before is not None:
             added = {kind: {**getattr(before, kind), **getattr(recipe, kind)} for kind in NAMED}
-            recipe = recipe.model_copy(update=added)
+            seeds = sorted({*before.seeds, *recipe.seeds})
+            recipe = recipe.model_copy(update={**added, "seeds": seeds})
         described = yaml.safe_dump(
             recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True
         )

@@ -305,9 +305,9 @@ def test_a_run_from_the_command_line(mixval, recipe_file, tmp_path, snapshot):
     students = tmp_path / "out" / "main" / "seed-3" / "students"
     assert sorted(path.name for path in students.iterdir()) == ["guided", "yoked"]
     status = json.loads((tmp_path / "out" / "status.json").read_text())
-    assert status["command"] == "mixval run tiny.yaml --arms yoked --out out --seeds 3"
+    assert status["commands"][-1] == "mixval run tiny.yaml --arms yoked --out out --seeds 3"
     page = (tmp_path / "out" / "report.html").read_bytes()
-    assert status["command"].encode() in page
+    assert status["commands"][-1].encode() in page
 
     (tmp_path / "out" / "report.html").unlink()
     again = mixval("report", "out")

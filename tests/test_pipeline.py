@@ -117,7 +117,7 @@ def test_a_run_says_how_it_was_made(finished, tiny_recipe):
     assert store.recipe() == tiny_recipe(TWO_SEEDS)
     status = store.read_json("status.json")
     assert status["state"] == "finished" and status["exit_code"] == 0
-    assert status["seeds"] == [0, 1] and status["command"] == "mixval run tiny.yaml"
+    assert status["seeds"] == [0, 1] and status["commands"] == ["mixval run tiny.yaml"]
     (environment,) = store.read_json("environment.json")  # one: it never changed
     assert {"python", "torch", "numpy", "timm", "mixval"} <= environment.keys()
 
@@ -587,3 +587,13 @@ def test_own_code_that_changed_is_not_reused(tiny_recipe, tmp_path, monkeypatch)
     source.write_text("def flat(progress):\n    return 0.5\n")
     with pytest.raises(UserError, match="was made with another own code"):
         run_job(recipe, tmp_path / "run", stage="student", arms=["all"])
+
+
+def test_the_page_names_every_command_and_the_recipe_every_seed(tiny_recipe, tmp_path):
+    # Catches a page of two seeds that says it was made by a command for one.
+    for seed in (0, 1):
+        recipe = tiny_recipe({"seeds": [seed]})
+        run_job(recipe, tmp_path / "run", arms=["all"], command=f"mixval run --seeds {seed}")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "mixval run --seeds 0\nmixval run --seeds 1" in page
+    assert Store(tmp_path / "run").recipe().seeds == [0, 1]

@@ -102,7 +102,7 @@ def test_the_command_is_text_whatever_it_contains(reported, tmp_path):
     # As above: the command line is shown on the page, too.
     folder = shutil.copytree(reported({"seeds": [0, 1]}), tmp_path / "run")
     status = Store(folder).read_json("status.json")
-    Store(folder).write_json("status.json", {**status, "command": f"mixval run {HOSTILE[0]}"})
+    Store(folder).write_json("status.json", {**status, "commands": [f"mixval run {HOSTILE[0]}"]})
     page = Page(write_report(folder))
     assert_self_contained(page)
     assert HOSTILE[0] in "".join(page.texts)

@@ -20,7 +20,8 @@ def report(results: Results, store: Store) -> Path:
     """Write report.html into the run and return its path."""
     figures = {panel: _figures(results, panel, store) for panel in results.panels()}
     environment = (store.read_json("environment.json") or [{"mixval": "?", "torch": "?"}])[-1]
-    command = (store.read_json("status.json") or {}).get("command", "mixval run")
+    commands = (store.read_json("status.json") or {}).get("commands", [])
+    command = "\n".join(command for command in commands if command) or "from Python: mixval.run"
     return store.write_text("report.html", page(results, environment, figures, command))
 
 
