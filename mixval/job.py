@@ -120,9 +120,10 @@ def stage_summary(store: Store, stage: str) -> str:
     leaking: set[str] = set()
     for place, facts in store.finished(f"*/seed-*/{_PLACES[stage]}"):
         name = "/".join([place[0], "seed-*", *place[2:]])
-        found.setdefault(name, []).append(
-            {k: v for k, v in facts.items() if not isinstance(v, dict)}
-        )
+        if facts.pop("leaks_test_labels", False):
+            leaking.add(name)
+        numbers = {key: value for key, value in facts.items() if not isinstance(value, dict)}
+        found.setdefault(name, []).append(numbers)
     lines = []
     for name, every in found.items():
         means = {key: sum(facts[key] for facts in every) / len(every) for key in every[0]}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mixval.seeding import generator
-from mixval.types import Batch, Floats, Ints, MixPlan, Part
+from mixval.types import Batch, Floats, Ints, MixPlan, Part, Splits
 
 
 def draw_plan(
@@ -73,6 +73,12 @@ class RowMaker:
     std: Tensor  # (C, 1, 1)
     augment: Callable[[Tensor, Tensor], Tensor] | None = None
     folds: Tensor | None = None  # (N,)
+
+    @staticmethod
+    def of(part: Part, splits: Splits, device: torch.device) -> "RowMaker":
+        """Return the maker of unaugmented rows of a part, normalised as its splits are."""
+        mean, std = splits.mean.to(device), splits.std.to(device)
+        return RowMaker(part.to(device), splits.num_classes, mean, std)
 
     def inputs(self, positions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return what a network sees of these samples; `uniforms` (N, ...) augment them."""

@@ -27,7 +27,7 @@ from mixval.objectives import Objective, Weights
 from mixval.optimisers import make_optimiser
 from mixval.seeding import generator, seed_torch, torch_seed
 from mixval.training_job import Cost, Job, Plans, Trained, Watch, build_model, num_steps
-from mixval.types import Batch, MixPlan, Part
+from mixval.types import Batch, MixPlan
 
 
 @dataclass
@@ -54,8 +54,8 @@ class _Loop:
         self.job, self.watch, self.checkpoints = job, watch, checkpoints
         self.device = engine.device
         self.model = build_model(job.model, job.splits, job.seed, job.stream).to(self.device)
-        self.train_rows = self._maker(job.part, augmented=True)
-        self.dev_rows = self._maker(job.splits.val_dev)
+        self.train_rows = self._train_rows()
+        self.dev_rows = RowMaker.of(job.splits.val_dev, job.splits, self.device)
         self.objective = self._objective()
         self.steps_per_epoch = num_steps(len(job.part), job.training.batch_size)
         total = job.epochs * self.steps_per_epoch
@@ -267,19 +267,15 @@ class _Loop:
             uses_clean=learner.clean != "none",
         )
 
-    def _maker(self, part: Part, *, augmented: bool = False) -> RowMaker:
-        job, name = self.job, self.job.training.augmentation.name
-        augment = None
-        if augmented and name != "none":
-            augment = choose.pick("augmentations", name, job.training.augmentation.parameters)
-        return RowMaker(
-            part=part.to(self.device),
-            num_classes=job.splits.num_classes,
-            mean=job.splits.mean.to(self.device),
-            std=job.splits.std.to(self.device),
-            augment=augment,
-            folds=None if job.folds is None else torch.from_numpy(job.folds).to(self.device),
-        )
+    def _train_rows(self) -> RowMaker:
+        """Return the maker of what is trained on: with augmentation, and the folds of partners."""
+        job, settings, augment, folds = self.job, self.job.training.augmentation, None, None
+        if settings.name != "none":
+            augment = choose.pick("augmentations", settings.name, settings.parameters)
+        if job.folds is not None:
+            folds = torch.from_numpy(job.folds).to(self.device)
+        plain = RowMaker.of(job.part, job.splits, self.device)
+        return replace(plain, augment=augment, folds=folds)
 
     # -- stopping and resuming --------------------------------------------------------
 

@@ -597,3 +597,13 @@ def test_the_page_names_every_command_and_the_recipe_every_seed(tiny_recipe, tmp
     page = (tmp_path / "run" / "report.html").read_text()
     assert "mixval run --seeds 0\nmixval run --seeds 1" in page
     assert Store(tmp_path / "run").recipe().seeds == [0, 1]
+
+
+@pytest.mark.parametrize(("data", "leaks"), [("train+test", True), ("train+val_f", False)])
+def test_a_stage_says_of_its_networks_whether_they_leak(tiny_recipe, tmp_path, data, leaks):
+    # Catches a teacher that saw the test labels and is summed up like any other.
+    said = []
+    recipe = tiny_recipe({"teachers.failures.data": data})
+    run_job(recipe, tmp_path / "run", stage="teacher", say=said.append)
+    assert ("teachers/failures" in said[-1]) and ("leaks test labels" in said[-1]) == leaks
+    assert "leaks_test_labels" not in said[-1]

@@ -73,10 +73,7 @@ class Cell:
 
     def rows(self, part: Part) -> RowMaker:
         """Return the maker of unaugmented rows of a part, on the engine's device."""
-        device, splits = self.engine.device, self.splits
-        return RowMaker(
-            part.to(device), splits.num_classes, splits.mean.to(device), splits.std.to(device)
-        )
+        return RowMaker.of(part, self.splits, self.engine.device)
 
     def reuse(self, artifact: Artifact) -> dict[str, Any] | None:
         """Return the facts of an artifact that is finished, and count it; None otherwise."""
