@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,42 +10,119 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mixval.fingerprints import array_fingerprint
+from mixval.fingerprints import array_fingerprint, fingerprint
 
 Ints = npt.NDArray[np.int64]
 Loss = Callable[..., Tensor]  # (logits, soft targets[, class weight]) -> (B,)
 Floats = npt.NDArray[np.float64]
 
 
+class Decoder(Protocol):
+    """Images that lie on disk or in a user's dataset: place -> (C, H, W) uint8.
+
+    Worker processes get a copy, so it can be pickled.
+    """
+
+    image_shape: tuple[int, int, int]
+    content: str  # a fingerprint of what it decodes
+
+    def __call__(self, place: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class StreamedImages:
+    """Images that are decoded when they are asked for; in all else like a (N, C, H, W) tensor."""
+
+    decoders: tuple[Decoder, ...]
+    places: Ints  # (N, 2): which decoder, and the place in it
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.places), *self.decoders[0].image_shape
+
+    def __getitem__(self, positions: Tensor | Ints) -> Tensor:
+        rows = self.places[
+            np.asarray(positions.cpu() if isinstance(positions, Tensor) else positions)
+        ]
+        return torch.stack([self.decoders[which](place) for which, place in rows.tolist()])
+
+    def take(self, positions: Tensor | Ints) -> "StreamedImages":
+        return replace(self, places=self.places[np.asarray(positions)])
+
+    @staticmethod
+    def of(decoder: Decoder, count: int) -> "StreamedImages":
+        places = np.stack([np.zeros(count, np.int64), np.arange(count)], axis=1)
+        return StreamedImages((decoder,), places)
+
+    @staticmethod
+    def join(parts: Sequence["StreamedImages"]) -> "StreamedImages":
+        known = list({id(d): d for part in parts for d in part.decoders}.values())
+        moved = []
+        for part in parts:
+            which = np.array([known.index(decoder) for decoder in part.decoders])
+            moved.append(np.stack([which[part.places[:, 0]], part.places[:, 1]], axis=1))
+        return StreamedImages(tuple(known), np.concatenate(moved))
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint([*(d.content for d in self.decoders), array_fingerprint(self.places)])
+
+
 @dataclass(frozen=True)
 class Part:
     """Labelled images with ids that stay the same in every split and pool."""
 
-    images: Tensor  # (N, C, H, W) uint8
+    images: Tensor | StreamedImages  # (N, C, H, W) uint8
     labels: Tensor  # (N,) int64
     ids: Tensor  # (N,) int64
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def streams(self) -> bool:
+        """Whether the images are decoded when they are needed, not held in memory."""
+        return isinstance(self.images, StreamedImages)
+
     def take(self, positions: Tensor | Ints) -> "Part":
         index = torch.as_tensor(positions)
-        return Part(self.images[index], self.labels[index], self.ids[index])
+        images = self.images
+        taken = images.take(index) if isinstance(images, StreamedImages) else images[index]
+        return Part(taken, self.labels[index], self.ids[index])
 
     def with_ids(self, wanted: Tensor) -> "Part":
         """Return the samples with these ids, in this part's order."""
         return self.take(torch.isin(self.ids, wanted).nonzero().squeeze(1))
 
     def to(self, device: torch.device) -> "Part":
-        return Part(self.images.to(device), self.labels.to(device), self.ids)
+        images = self.images if isinstance(self.images, StreamedImages) else self.images.to(device)
+        return Part(images, self.labels.to(device), self.ids)
 
     @staticmethod
     def join(parts: Sequence["Part"]) -> "Part":
-        return Part(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Part)))
+        streamed = [part.images for part in parts if isinstance(part.images, StreamedImages)]
+        held = [part.images for part in parts if isinstance(part.images, Tensor)]
+        assert not (streamed and held), "parts in memory and parts on disk do not join"
+        images = StreamedImages.join(streamed) if streamed else torch.cat(held)
+        labels, ids = (torch.cat([getattr(p, name) for p in parts]) for name in ("labels", "ids"))
+        return Part(images, labels, ids)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        return array_fingerprint(self.images.cpu(), self.labels.cpu(), self.ids)
+        images = self.images
+        if isinstance(images, StreamedImages):
+            return fingerprint([images.fingerprint, array_fingerprint(self.labels.cpu(), self.ids)])
+        return array_fingerprint(images.cpu(), self.labels.cpu(), self.ids)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset as it comes; `val` and `test` are None where it has no such split of its own."""
+
+    train: Part
+    test: Part | None
+    classes: tuple[str, ...]
+    val: Part | None = None
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,8 @@ def engine() -> Any:
 @pytest.fixture(scope="session")
 def splits() -> Any:
     """Return the splits of the tiny recipe, seed 0."""
-    from mixval.datasets import digits, load_splits
+    from mixval.datasets import digits
+    from mixval.splits import load_splits
 
     return load_splits(digits(), seed=0, train=60, val_f=40, val_dev=40, label_noise=0.0)
 

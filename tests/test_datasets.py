@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixval.datasets import digits, flip_labels, load_splits, npz
+from mixval.datasets import digits, npz
 from mixval.errors import UserError
+from mixval.splits import flip_labels, load_splits
 
 SOURCE = digits()
 SIZES = {"train": 300, "val_f": 200, "val_dev": 200}

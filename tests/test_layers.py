@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [
     {"types", "engine", "checkpoints", "recipe_errors", "moments"},
     {"recipe", "recipe_rules"},
     {"recipe_loading", "optimisers"},
-    {*CHOICES, "external", "store", "score_store"},
+    {*CHOICES, "external", "store", "score_store", "splits"},
     {"mixing", "rhat", "results", "work"},
     {"metrics", "objectives", "report"},
     {"guidance", "report.render"},

@@ -292,7 +292,8 @@ def test_a_seed_given_twice_is_refused_or_counted_once(tiny_description):
 def test_without_a_size_of_train_something_is_left_for_test(tiny_description):
     # `data.train` not given takes all that are left; on data without an official test split
     # nothing would be left to evaluate on.
-    from mixval.datasets import digits, load_splits
+    from mixval.datasets import digits
+    from mixval.splits import load_splits
 
     try:
         data = make_recipe(tiny_description({"data.train": None})).data

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from mixval import choose
-from mixval.datasets import load_splits
 from mixval.engine import Engine
 from mixval.errors import UserError
 from mixval.mixing import RowMaker
 from mixval.recipe import Data, Recipe
+from mixval.splits import load_splits
 from mixval.store import Artifact, Store
 from mixval.training_job import Watch
 from mixval.types import FailureSet, Part, Splits
