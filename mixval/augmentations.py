@@ -1,20 +1,23 @@
 """Batched augmentations, on the device, replayable: (images, uniforms) -> images.
 
-Images are (B, C, H, W) floats. `uniforms` (B, NUM_UNIFORMS) are the random numbers of
-each image for this epoch; the same numbers make the same view, whatever the batch.
+Images are (B, C, H, W), bytes in training. `uniforms` (B, NUM_UNIFORMS) are the random
+numbers of each image for this epoch; the same numbers make the same view, whatever the
+batch and whichever process makes it.
 """
+
+import math
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mixval.bounds import CountOrZero
+from mixval.bounds import CountOrZero, InnerFraction, Positive
 from mixval.seeding import generator
 
-__all__ = ["crop_flip", "none"]
+__all__ = ["crop_flip", "none", "resized_crop"]
 
-NUM_UNIFORMS = 3
+NUM_UNIFORMS = 5  # vertical place, horizontal place, mirror, size, shape
 
 
 def draw_uniforms(seed: int, epoch: int, ids: Tensor) -> Tensor:
@@ -32,14 +35,37 @@ def none(images: Tensor, uniforms: Tensor) -> Tensor:
 def crop_flip(
     images: Tensor, uniforms: Tensor, *, pad: CountOrZero = 4, flip: bool = True
 ) -> Tensor:
-    """Shift by up to `pad` pixels (zeros come in), and mirror half of the images."""
-    batch, _, height, width = images.shape
-    padded = F.pad(images, (pad, pad, pad, pad))
+    """Shift by up to `pad` pixels (black comes in), and mirror half of the images."""
+    height, width = images.shape[2:]
     top, left = (uniforms[:, :2] * (2 * pad + 1)).long().clamp(max=2 * pad).unbind(1)
-    rows = top[:, None] + torch.arange(height, device=images.device)
-    cols = left[:, None] + torch.arange(width, device=images.device)
-    if flip:
-        cols = torch.where(uniforms[:, 2:3] < 0.5, cols.flip(1), cols)
-    sample = torch.arange(batch, device=images.device)
-    picked = padded[sample[:, None, None], :, rows[:, :, None], cols[:, None, :]]
-    return picked.permute(0, 3, 1, 2)  # (B, H, W, C) in memory: channels last
+    padded = F.pad(images, (pad, pad, pad, pad))
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # every crop, as views
+    views = windows[torch.arange(len(images), device=images.device), :, top, left]
+    return torch.where(_mirrored(uniforms), views.flip(3), views) if flip else views
+
+
+def resized_crop(
+    images: Tensor,
+    uniforms: Tensor,
+    *,
+    smallest: InnerFraction = 0.35,
+    stretch: Positive = 1.33,
+    flip: bool = True,
+) -> Tensor:
+    """Zoom into a box of `smallest` to all of the area, up to `stretch` times as wide as high."""
+    area = smallest + (1 - smallest) * uniforms[:, 3]
+    shape = torch.exp((2 * uniforms[:, 4] - 1) * math.log(stretch)).sqrt()  # of width to height
+    width, height = (area.sqrt() * shape).clamp(max=1), (area.sqrt() / shape).clamp(max=1)
+    # Where the box's centre may lie, in grid_sample's coordinates from -1 to 1.
+    down, right = (1 - height) * (2 * uniforms[:, 0] - 1), (1 - width) * (2 * uniforms[:, 1] - 1)
+    width = torch.where(_mirrored(uniforms).flatten(), -width, width) if flip else width
+    nothing = torch.zeros_like(area)
+    rows = (torch.stack([width, nothing, right]), torch.stack([nothing, height, down]))
+    theta = torch.stack(rows).permute(2, 0, 1)  # (B, 2, 3)
+    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    views = F.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
+    return views.to(images.dtype) if images.is_floating_point() else views.round().to(images.dtype)
+
+
+def _mirrored(uniforms: Tensor) -> Tensor:
+    return (uniforms[:, 2] < 0.5).view(-1, 1, 1, 1)

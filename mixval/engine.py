@@ -1,41 +1,110 @@
-"""Device, threads and what they resolve to; written into the run and pinned on resume."""
+"""Device, precision and processes, and what they resolve to; recorded and pinned on resume."""
 
+import copy
 import os
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from mixval.errors import UserError
+from mixval.processes import ALONE, Processes, start_processes
+from mixval.recipe import EngineSettings
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Where the networks run. Each of these can change the last bits of a result."""
+    """Where and how the networks run. All but `loaders` can change the last bits of a result."""
 
     device: torch.device
     threads: int
+    precision: str = "fp32"  # fp32 | bf16
+    channels_last: bool = False
+    compile: bool = False
+    loaders: int = 0  # processes that decode images which are not in memory
+    processes: Processes = field(default=ALONE, compare=False)
 
     @property
-    def described(self) -> dict[str, str | int]:
-        return {**asdict(self), "device": self.device.type}
+    def described(self) -> dict[str, Any]:
+        """Return what the bits of a result depend on."""
+        return {
+            "device": self.device.type,
+            "threads": self.threads,
+            "precision": self.precision,
+            "channels_last": self.channels_last,
+            "compile": self.compile,
+            "processes": self.processes.world,
+        }
+
+    def prepare(self, network: nn.Module) -> "Prepared":
+        return Prepared(network, self)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
 
 
-def start_engine(device: str, threads: int) -> Engine:
-    """Resolve `auto`, set the number of threads for this process, and check the device."""
-    torch.set_num_threads(threads)
+class Prepared(nn.Module):
+    """A network as the engine runs it: its device, layout and precision; float32 comes out.
+
+    `network` is the plain module, whose weights are saved and copied.
+    """
+
+    network: nn.Module
+
+    def __init__(self, network: nn.Module, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+        layout = torch.channels_last if engine.channels_last else torch.preserve_format
+        self.network = network.to(engine.device).to(memory_format=layout)
+        # Not as an attribute: a compiled module would be registered as a second network.
+        self.__dict__["run"] = torch.compile(network) if engine.compile else network
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.engine.channels_last and inputs.dim() == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        with self.engine.autocast():
+            logits: Tensor = self.__dict__["run"](inputs)
+        return logits.float()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Prepared":
+        twin = Prepared(copy.deepcopy(self.network, memo), self.engine)
+        return twin.train(self.training)
+
+
+def start_engine(settings: EngineSettings) -> Engine:
+    """Resolve the device, set the number of threads for this process, and check what is there."""
+    assert "auto" not in (settings.precision, settings.channels_last, settings.compile)
+    torch.set_num_threads(settings.threads)
     torch.backends.cudnn.deterministic = True  # a resume must repeat every bit
     torch.backends.cudnn.benchmark = False
-    return Engine(torch.device(_resolve(device)), threads)
+    device = resolve_device(settings.device)
+    processes = start_processes(device)
+    if device == "cuda" and processes.world > 1:
+        device = f"cuda:{processes.local_rank}"
+    return Engine(
+        device=torch.device(device),
+        threads=settings.threads,
+        precision=settings.precision,
+        channels_last=bool(settings.channels_last),
+        compile=bool(settings.compile),
+        loaders=settings.loaders,
+        processes=processes,
+    )
 
 
 def num_workers(device: str, asked: int, cells: int) -> int:
     """Return how many processes share the cells: one per core that is ours, one on a GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    default = (cores or 1) if _resolve(device) == "cpu" else 1
+    default = (cores or 1) if resolve_device(device) == "cpu" else 1
     return min(asked or default, cells)
 
 
-def _resolve(device: str) -> str:
+def resolve_device(device: str) -> str:
+    """Return the device that `auto` means here; refuse one that is not there."""
     present = {
         "cpu": True,
         "cuda": torch.cuda.is_available(),

@@ -1,6 +1,5 @@
 """What a run will take: the networks that are not there yet, and a few batches measured."""
 
-import contextlib
 import itertools
 import tempfile
 import time
@@ -9,12 +8,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from mixval.engine import Engine, start_engine
-from mixval.errors import Interrupted
 from mixval.pipeline import CellRun
 from mixval.recipe import Learner, Recipe
 from mixval.stages.cell import Cell
 from mixval.store import Store
-from mixval.training import train
+from mixval.training import Loop
 from mixval.training_job import Job, Watch, build_model, num_steps
 from mixval.work import Work
 
@@ -51,7 +49,7 @@ def estimate(work: Work) -> Estimate:
         for place, learner in planned
         if not work.store.is_finished(*cell, *place)
     ]
-    engine = start_engine(recipe.engine.device, recipe.engine.threads)
+    engine = start_engine(recipe.engine)
     panel, seed = work.cells[0]
     splits, size = Cell(recipe, panel, seed, engine).splits, recipe.training.batch_size
     for model in {m.model_dump_json(): m for m in map(recipe.model_of, missing)}.values():
@@ -83,10 +81,9 @@ def estimate(work: Work) -> Estimate:
 
 def _seconds_of(job: Job, engine: Engine, steps: int) -> float:
     """Return how long the first steps of a job take."""
-    polls = itertools.count(1)
     start = time.monotonic()
-    with contextlib.suppress(Interrupted):
-        train(job, engine, None, Watch(should_stop=lambda: next(polls) >= steps))
+    for _ in itertools.islice(Loop(job, engine, None, Watch()).steps(), steps):
+        pass
     return time.monotonic() - start
 
 
@@ -94,7 +91,7 @@ def rehearse(work: Work) -> None:
     """Run every stage and arm of the first cell on a little data, in a folder thrown away after."""
     recipe = work.recipe
     panel, seed = work.cells[0]
-    engine = start_engine(recipe.engine.device, recipe.engine.threads)
+    engine = start_engine(recipe.engine)
     splits = Cell(recipe, panel, seed, engine).splits
     little = min(len(splits.train), max(recipe.training.batch_size, 2 * splits.num_classes))
     short = {"epochs": 2, "warmup_epochs": 0}

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mixval.epoch_file import EpochFile
 from mixval.errors import UserError
 from mixval.objectives import Weights
+from mixval.processes import ALONE, Processes
+from mixval.record import Record
 from mixval.rhat import Scored, Scorer
 from mixval.types import Batch, MixScores
 
@@ -27,7 +30,8 @@ class Guidance:
     filters_clean: bool = False
     relabels: bool = False
     refill_draws: int = 0  # 0: excluded mixes are not replaced
-    replay: "Record | None" = None
+    bank: EpochFile | None = None  # the teacher's H of every planned mix, scored beforehand
+    replay: Record | None = None
     until: int | None = None  # epoch where guidance stops
     overtake: float | None = None  # accuracy on val_dev at which it stops
     fade: int = 0  # epochs over which it then fades
@@ -46,26 +50,30 @@ class Guidance:
         rows: tuple[int, slice],
         rng: np.random.Generator,
         faded: float,
+        processes: Processes = ALONE,
     ) -> list[Weights]:
         """Return the weights of the micro-batches of one step: policies see the whole step.
 
-        `rows` is the epoch and the rows of its plan that the step covers.
+        `rows` is the epoch and the rows of its plan that the step covers, `batches` are
+        this process's share of them.
         """
         sizes = [len(batch.clean) for batch in batches]
-        lam = torch.cat(
-            [b.clean.new_ones(len(b.clean)) if b.lam is None else b.lam for b in batches]
-        )
-        mixed = clean = torch.ones_like(lam)
+        ones = torch.cat([batch.clean.new_ones(len(batch.clean)) for batch in batches])
+        mixed = clean = ones
         soft: list[Tensor | None] = [None] * len(batches)
         if batches[0].mixed is not None:
-            scores = self._scores(batches, [pair[1] for pair in logits], mixed=True)
-            replayed = None if self.replay is None else self.replay.mixed[rows].float()
-            mixed = self._decide(lam, scores, rng, replayed, faded)
+            lam = torch.cat([batch.lam for batch in batches if batch.lam is not None])
+            known = None if self.bank is None else _own(self.bank.read(*rows), processes, lam)
+            scores = self._scores(batches, [pair[1] for pair in logits], known, mixed=True)
+            replayed = None if self.replay is None else self.replay.files["mixed"].read(*rows)
+            mixed = self._decide(lam, scores, rng, replayed, processes)
+            mixed = (1 - faded) * mixed + faded
             soft = [scored.soft_labels for scored in scores] if self.relabels else soft
         if self.filters_clean:
-            scores = self._scores(batches, [pair[0] for pair in logits], mixed=False)
-            replayed = None if self.replay is None else self.replay.clean[rows].float()
-            clean = self._decide(torch.ones_like(lam), scores, rng, replayed, faded)
+            scores = self._scores(batches, [pair[0] for pair in logits], None, mixed=False)
+            replayed = None if self.replay is None else self.replay.files["clean"].read(*rows)
+            clean = self._decide(ones, scores, rng, replayed, processes)
+            clean = (1 - faded) * clean + faded
         parts = zip(torch.split(mixed, sizes), torch.split(clean, sizes), soft, strict=True)
         return [Weights(m, c, s) for m, c, s in parts]
 
@@ -73,22 +81,29 @@ class Guidance:
         """Return which mixes the policy keeps, as a mask: for `refill`, before the step."""
         assert batch.mixed is not None and batch.lam is not None
         with without_traces(model):
-            scores = self._scores([batch], [model(batch.mixed)], mixed=True)
-        return self._decide(batch.lam, scores, rng, None, 0.0) > 0.5
+            scores = self._scores([batch], [model(batch.mixed)], None, mixed=True)
+        return self._decide(batch.lam, scores, rng, None, ALONE) > 0.5
 
     def _scores(
-        self, batches: list[Batch], logits: list[Tensor | None], *, mixed: bool
+        self,
+        batches: list[Batch],
+        logits: list[Tensor | None],
+        known: Tensor | None,
+        *,
+        mixed: bool,
     ) -> list[Scored]:
         if self.scorer is None:
             return []
+        sizes = [len(batch.clean) for batch in batches]
+        parts = [None] * len(batches) if known is None else torch.split(known, sizes)
         scores = []
-        for batch, own in zip(batches, logits, strict=True):
+        for batch, own, updated in zip(batches, logits, parts, strict=True):
             inputs, targets = (
                 (batch.mixed, batch.mixed_targets) if mixed else (batch.clean, batch.clean_targets)
             )
             assert inputs is not None and targets is not None and own is not None
             base = F.log_softmax(own.detach().float(), dim=-1)[None]
-            scores.append(self.scorer(inputs, targets, base, batch.fold))
+            scores.append(self.scorer(inputs, targets, base, batch.fold, updated))
         return scores
 
     def _decide(
@@ -97,49 +112,38 @@ class Guidance:
         scores: list[Scored],
         rng: np.random.Generator,
         replayed: Tensor | None,
-        faded: float,
+        processes: Processes,
     ) -> Tensor:
+        """Return this process's part of what the policy says of the whole step."""
         nothing = torch.zeros_like(lam)
 
         def joined(name: str) -> Tensor:
-            return torch.cat([getattr(s, name) for s in scores]) if scores else nothing
+            own = torch.cat([getattr(s, name) for s in scores]) if scores else nothing
+            return processes.gather(own)
 
+        every_lam = processes.gather(lam)
         weights = self.policy(
             MixScores(
                 r_hat=joined("r_hat"),
                 updated=joined("updated"),
                 base=joined("base"),
-                lam=lam,
+                lam=every_lam,
                 rng=rng,
-                replayed=None if replayed is None else replayed.to(lam.device),
+                replayed=None if replayed is None else replayed.to(lam.device, lam.dtype),
             )
         )
-        if weights.shape != lam.shape or not bool(((weights >= 0) & (weights <= 1)).all()):
+        wrong = weights.shape != every_lam.shape
+        if wrong or not bool(((weights >= 0) & (weights <= 1)).all()):
             raise UserError(
-                f"filter: must return weights in [0, 1] of shape {tuple(lam.shape)}, "
+                f"filter: must return weights in [0, 1] of shape {tuple(every_lam.shape)}, "
                 f"got {tuple(weights.shape)} from {float(weights.min())} to {float(weights.max())}"
             )
-        return (1 - faded) * weights + faded
+        return _own(weights, processes, lam)
 
 
-@dataclass(frozen=True)
-class Record:
-    """The weights that were given to every row of every epoch's plan, (epochs, rows).
-
-    NaN where nothing was mixed, or no clean sample was filtered.
-    """
-
-    mixed: Tensor
-    clean: Tensor
-
-    @staticmethod
-    def blank(epochs: int, rows: int) -> "Record":
-        return Record(*(torch.full((epochs, rows), torch.nan, dtype=torch.float16) for _ in "mc"))
-
-    def write(self, epoch: int, rows: slice, weights: list[Weights], *, mixes: bool) -> None:
-        if mixes:
-            self.mixed[epoch, rows] = torch.cat([w.mixed for w in weights]).cpu().half()
-        self.clean[epoch, rows] = torch.cat([w.clean for w in weights]).cpu().half()
+def _own(whole: Tensor, processes: Processes, like: Tensor) -> Tensor:
+    """Return this process's rows of a whole step."""
+    return whole[processes.share(len(whole))].to(like.device, like.dtype)
 
 
 @contextmanager

@@ -5,17 +5,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mixval.mixing import RowMaker
+from mixval.processes import ALONE, Processes
 
 
-@torch.no_grad()
-def predict(model: nn.Module, maker: RowMaker, chunk: int = 1000) -> Tensor:
-    """Return log-probabilities (N, K) of every sample, in evaluation mode."""
+@torch.inference_mode()
+def predict(
+    model: nn.Module, maker: RowMaker, chunk: int = 1000, processes: Processes = ALONE
+) -> Tensor:
+    """Return log-probabilities (N, K) of every sample, in evaluation mode.
+
+    Each of several processes predicts its share, and all get the whole.
+    """
     was_training = model.training
     model.eval()
     positions = torch.arange(len(maker.part), device=maker.part.labels.device)
-    logits = [model(maker.inputs(rows)) for rows in torch.split(positions, chunk)]
+    own = positions[processes.share(len(positions))]
+    logits = [model(maker.inputs(rows)) for rows in torch.split(own, chunk)]
     model.train(was_training)
-    return F.log_softmax(torch.cat(logits).float(), dim=-1)
+    return F.log_softmax(processes.gather(torch.cat(logits).float()), dim=-1)
 
 
 def accuracy_and_nll(log_probs: Tensor, labels: Tensor) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Draw a MixPlan; make the mixed rows of a plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,7 +65,7 @@ def mixed_targets(label_i: Tensor, label_j: Tensor, lam: Tensor, num_classes: in
 
 @dataclass(frozen=True)
 class RowMaker:
-    """Plan rows -> Batch: gather, normalise, augment and mix, all on the device."""
+    """Plan rows -> Batch: gather, augment, normalise and mix, all on the device."""
 
     part: Part
     num_classes: int
@@ -80,17 +80,29 @@ class RowMaker:
         mean, std = splits.mean.to(device), splits.std.to(device)
         return RowMaker(part.to(device), splits.num_classes, mean, std)
 
-    def inputs(self, positions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Return what a network sees of these samples; `uniforms` (N, ...) augment them."""
-        images = (self.part.images[positions].float() / 255 - self.mean) / self.std
-        if self.augment is None or uniforms is None:
-            return images
-        return self.augment(images, uniforms[positions])
+    def inputs(
+        self, positions: Tensor, uniforms: Tensor | None = None, decoded: Tensor | None = None
+    ) -> Tensor:
+        """Return what a network sees of these samples; `uniforms` (N, ...) augment them.
 
-    def batch(self, rows: MixPlan, uniforms: Tensor | None = None) -> Batch:
+        `decoded` are their images, where a loader has read them already.
+        """
+        images = self._images(positions) if decoded is None else decoded
+        images = images.to(self.mean.device)
+        if self.augment is not None and uniforms is not None:
+            images = self.augment(images, uniforms[positions])
+        return images.float().div_(255).sub_(self.mean).div_(self.std)
+
+    def batch(
+        self,
+        rows: MixPlan,
+        uniforms: Tensor | None = None,
+        decoded: Sequence[Tensor | None] = (None, None),
+    ) -> Batch:
+        """Return the rows of a plan; `decoded` are the images of both parents, if read already."""
         device, labels = self.part.labels.device, self.part.labels
         first = torch.from_numpy(rows.first).to(device)
-        clean = self.inputs(first, uniforms)
+        clean = self.inputs(first, uniforms, decoded[0])
         targets = F.one_hot(labels[first], self.num_classes).to(clean.dtype)
         fold = None if self.folds is None else self.folds[first]
         if not rows.mixes:
@@ -100,10 +112,16 @@ class RowMaker:
         return Batch(
             clean=clean,
             clean_targets=targets,
-            mixed=mix(clean, self.inputs(second, uniforms), lam),
+            mixed=mix(clean, self.inputs(second, uniforms, decoded[1]), lam),
             mixed_targets=mixed_targets(labels[first], labels[second], lam, self.num_classes),
             lam=lam,
             fold=fold,
+        )
+
+    def _images(self, positions: Tensor) -> Tensor:
+        images = self.part.images
+        return (
+            images.index_select(0, positions) if isinstance(images, Tensor) else images[positions]
         )
 
 

@@ -9,6 +9,7 @@ whole optimiser step, over all micro-batches, so arms that keep fewer mixes are 
 given larger steps. With class weights, B becomes the sum of the rows' class weights.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -77,15 +78,23 @@ class Objective:
             total = total + self.clean_weight * clean.sum() / clean_size
         return total
 
-    def step_size(self, batches: list[Batch], weights: list[Weights]) -> tuple[Tensor, Tensor]:
-        """Return what the clean and the mixed sums of a whole optimiser step are divided by."""
+    def step_size(
+        self,
+        batches: list[Batch],
+        weights: list[Weights],
+        total: Callable[[Tensor], Tensor] = lambda rows: rows,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the clean and the mixed sums of a whole optimiser step are divided by.
+
+        `total` adds up what several processes count of it.
+        """
         pairs = list(zip(batches, weights, strict=True))
         kept = self.normalise == "kept"
-        clean = sum(self._rows(b.clean_targets, w.clean, kept) for b, w in pairs)
+        clean = total(_sum(self._rows(b.clean_targets, w.clean, kept) for b, w in pairs))
         if batches[0].mixed_targets is None:
             return _not_zero(clean), _not_zero(clean)
         kept = kept and self.excluded in ("drop", "refill")
-        mixed = sum(self._rows(b.mixed_targets, w.mixed, kept) for b, w in pairs)
+        mixed = total(_sum(self._rows(b.mixed_targets, w.mixed, kept) for b, w in pairs))
         scale = 2 if self.normalise == "joint" and self.uses_clean else 1
         return scale * _not_zero(clean), scale * _not_zero(mixed)
 
@@ -108,7 +117,10 @@ class Objective:
         return self.loss(logits, targets, self.class_weight)
 
 
-def _not_zero(rows: Tensor | int) -> Tensor:
+def _sum(counts: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(counts)).sum()
+
+
+def _not_zero(rows: Tensor) -> Tensor:
     """Return the number of rows, or 1 where there are none: the sum over no rows is 0 anyway."""
-    total = torch.as_tensor(rows)
-    return torch.where(total > 0, total, torch.ones_like(total))
+    return torch.where(rows > 0, rows, torch.ones_like(rows))

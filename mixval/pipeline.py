@@ -90,7 +90,7 @@ class CellRun:
                 self.cell,
                 name,
                 self.student(name),
-                self._preparation(arm),
+                self._preparation(arm) + self.student(name).preparation,
                 self.failures() if self.cell.recipe.failures.holdout else None,
                 self.store,
             )

@@ -23,7 +23,7 @@ def ensemble(models: Sequence[nn.Module]) -> Posterior:
     """Return equal mass on each of several networks, one draw each."""
     frozen = [_frozen(model) for model in models]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def draws(inputs: Tensor, fold: Tensor | None = None) -> Tensor:
         return torch.stack([F.log_softmax(model(inputs), dim=-1) for model in frozen])
 
@@ -34,7 +34,7 @@ def out_of_fold(models: Sequence[nn.Module]) -> Posterior:
     """Return, for each row, the network that was trained without the row's fold: S = 1."""
     frozen = [_frozen(model) for model in models]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def draws(inputs: Tensor, fold: Tensor | None = None) -> Tensor:
         assert fold is not None, "out-of-fold teachers need the fold of each row"
         assert int(fold.max()) < len(frozen), "a fold without a teacher"

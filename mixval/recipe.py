@@ -29,6 +29,8 @@ from mixval.bounds import (
 from mixval.recipe_errors import one_line
 
 NAMED = ("arms", "teachers", "panels")  # sections whose keys are names of the user's
+# What may differ between two commands on one run directory: it changes no number.
+FREE = ("engine.workers", "engine.loaders", "engine.checkpoint_seconds", "seeds")
 UNREAD = ("*",)  # as allowed code: keep names of code as text, look nothing up
 
 
@@ -190,6 +192,9 @@ class ScoreSettings(Section):
         Choice(name="cross_entropy"), description="H in r_hat"
     )
     epochs: list[Count] = Field([], description="after how many epochs students score it again")
+    bank: bool = Field(
+        False, description="score the teacher's H of every planned mix once, for all students"
+    )
     chunk: Count = Field(500, description="rows per forward pass")
 
 
@@ -230,14 +235,24 @@ class Panel(Section):
 
 
 class EngineSettings(Section):
-    """Where and how precisely it is computed. All but `workers` can change the last bits."""
+    """Where and how precisely it is computed. `auto` is measured once and written down."""
 
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, cuda, cuda:1, mps"
     )
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "fp32", description="of forward and backward passes; weights and losses stay fp32"
+    )
+    channels_last: bool | Literal["auto"] = Field(
+        False, description="colours innermost in memory: faster convolutions on most hardware"
+    )
+    compile: bool | Literal["auto"] = Field(False, description="torch.compile each network")
     threads: Count = Field(1, description="threads per process")
     workers: CountOrZero = Field(
         0, description="processes for panels and seeds; 0: one per core, one with a GPU"
+    )
+    loaders: CountOrZero = Field(
+        2, description="processes per training that decode images which are not in memory"
     )
     checkpoint_seconds: Positive = Field(60.0, description="seconds between checkpoints")
 
@@ -300,7 +315,7 @@ class Recipe(Section):
             added = named[0] in NAMED and (
                 named[1] not in getattr(self, named[0]) or named[1] not in getattr(other, named[0])
             )
-            free = key in ("engine.workers", "engine.checkpoint_seconds", "seeds")
+            free = key in FREE
             shown = key.rsplit(".", 1)[-1] in ("title", "control")
             if not (added or free or shown) and mine.get(key) != theirs.get(key):
                 return key

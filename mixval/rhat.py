@@ -71,12 +71,20 @@ class Scorer:
     loss: Loss
 
     def __call__(
-        self, inputs: Tensor, targets: Tensor, base: Tensor, fold: Tensor | None = None
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        base: Tensor,
+        fold: Tensor | None = None,
+        known: Tensor | None = None,
     ) -> Scored:
-        """Return the scores of rows whose log-probabilities under p(theta | D) are `base`."""
+        """Return the scores of rows whose log-probabilities under p(theta | D) are `base`.
+
+        `known` is E[H] under p(theta | D, F), (B,), where a bank holds it already.
+        """
+        base_losses = draw_losses(base, targets, self.loss)
+        if known is not None:
+            return score(known[None], base_losses)
         log_probs = self.updated(inputs, fold)
         losses = draw_losses(log_probs, targets, self.loss)
-        return replace(
-            score(losses, draw_losses(base, targets, self.loss)),
-            soft_labels=log_probs.exp().mean(0),
-        )
+        return replace(score(losses, base_losses), soft_labels=log_probs.exp().mean(0))

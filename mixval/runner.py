@@ -62,7 +62,7 @@ def _run_in_workers(
 
 
 def _run_cell(work: Work, panel: str, seed: int, watch: Watch) -> Counter[str]:
-    engine = start_engine(work.recipe.engine.device, work.recipe.engine.threads)
+    engine = start_engine(work.recipe.engine)
     cell = Cell(work.recipe, panel, seed, engine, watch)
     CellRun(cell, work.store).upto(work.stage, work.arms)
     return cell.reused

@@ -11,18 +11,49 @@ from mixval.errors import UserError
 from mixval.types import ScoreTable
 
 _PROVENANCE = b"mixval"
+_GROUP = 1 << 16  # rows that are compressed together
+_WHOLE = {"epoch", "row", "i", "j", "label_i", "label_j"}
+_FIELDS = [(name, pa.int64() if name in _WHOLE else pa.float64()) for name in ScoreTable.columns()]
+
+
+class ScoreWriter:
+    """Write tables one after the other into one file, in groups of rows worth compressing."""
+
+    def __init__(self, path: Path, provenance: dict[str, str]) -> None:
+        self.path, self.held, self.count = path, list[ScoreTable](), 0
+        described = {_PROVENANCE: json.dumps(provenance, sort_keys=True).encode()}
+        self.schema = pa.schema(_FIELDS, metadata=described)
+
+    def __enter__(self) -> "ScoreWriter":
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = pq.ParquetWriter(
+            self.path, self.schema, compression="zstd", write_page_checksum=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flush()
+        self.file.close()
+
+    def write(self, table: ScoreTable) -> None:
+        self.held.append(table)
+        self.count += len(table)
+        if self.count >= _GROUP:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self.held:
+            columns = {
+                name: np.concatenate([getattr(table, name) for table in self.held])
+                for name in ScoreTable.columns()
+            }
+            self.file.write_table(pa.table(columns, schema=self.schema))
+        self.held, self.count = [], 0
 
 
 def write_scores(path: Path, table: ScoreTable) -> None:
-    columns = {name: getattr(table, name) for name in ScoreTable.columns()}
-    provenance = {_PROVENANCE: json.dumps(table.provenance, sort_keys=True).encode()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(
-        pa.table(columns).replace_schema_metadata(provenance),
-        path,
-        compression="zstd",
-        write_page_checksum=True,
-    )
+    with ScoreWriter(path, table.provenance) as writer:
+        writer.write(table)
 
 
 def read_scores(path: Path | str) -> ScoreTable:

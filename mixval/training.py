@@ -5,8 +5,10 @@ dropout are pure functions of (seed, epoch, step), so a state of weights, optimi
 counters is all that a resume needs to go on bit by bit.
 """
 
+import logging
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,19 +17,35 @@ import torch
 from torch import Tensor
 
 from mixval import choose
-from mixval.augmentations import draw_uniforms
 from mixval.checkpoints import Checkpoints
 from mixval.engine import Engine
-from mixval.errors import Interrupted
-from mixval.guidance import Record, without_traces
+from mixval.errors import Interrupted, UserError
+from mixval.feeding import feed
+from mixval.guidance import without_traces
 from mixval.metrics import accuracy_and_nll, predict
 from mixval.mixing import RowMaker
 from mixval.moments import alpha_at
 from mixval.objectives import Objective, Weights
 from mixval.optimisers import make_optimiser
+from mixval.record import Record
 from mixval.seeding import generator, seed_torch, torch_seed
-from mixval.training_job import Cost, Job, Plans, Trained, Watch, build_model, num_steps
+from mixval.training_job import (
+    Cost,
+    Job,
+    Plans,
+    Trained,
+    Watch,
+    build_model,
+    epoch_uniforms,
+    micro_batches,
+    num_steps,
+    step_rows,
+    train_rows,
+)
 from mixval.types import Batch, MixPlan
+
+log = logging.getLogger(__name__)
+Outputs = tuple[Tensor | None, Tensor | None]  # logits of the clean and of the mixed rows
 
 
 @dataclass
@@ -39,88 +57,112 @@ class _State:
     stopped_at: int | None = None  # epoch where guidance stopped because the student overtook
     cost: Cost = field(default_factory=Cost)
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    totals: list[float] = field(default_factory=lambda: [0.0] * 4)  # loss, hits, kept, rows
+    totals: Tensor = field(default_factory=lambda: torch.zeros(4))  # loss, hits, kept, rows
 
 
 def train(job: Job, engine: Engine, checkpoints: Checkpoints | None, watch: Watch) -> Trained:
     """Train a network from scratch, or from its last checkpoint, to the last epoch."""
-    return _Loop(job, engine, checkpoints, watch).run()
+    loop = Loop(job, engine, checkpoints, watch)
+    for _ in loop.steps():
+        pass
+    return loop.trained()
 
 
-class _Loop:
+class Loop:
+    """One training. Each item of `steps()` is one optimiser step done."""
+
     def __init__(
         self, job: Job, engine: Engine, checkpoints: Checkpoints | None, watch: Watch
     ) -> None:
         self.job, self.watch, self.checkpoints = job, watch, checkpoints
-        self.device = engine.device
-        self.model = build_model(job.model, job.splits, job.seed, job.stream).to(self.device)
-        self.train_rows = self._train_rows()
+        self.engine, self.processes, self.device = engine, engine.processes, engine.device
+        network = build_model(job.model, job.splits, job.seed, job.stream)
+        self.model = engine.prepare(network)
+        self.train_rows = train_rows(job, self.device)
         self.dev_rows = RowMaker.of(job.splits.val_dev, job.splits, self.device)
         self.objective = self._objective()
         self.steps_per_epoch = num_steps(len(job.part), job.training.batch_size)
+        self._check_shares()
         total = job.epochs * self.steps_per_epoch
         warmup = job.training.warmup_epochs * self.steps_per_epoch
-        self.optimiser, self.schedule = make_optimiser(self.model, job.training, total, warmup)
-        self.record = None if job.guidance is None else Record.blank(job.epochs, len(job.part))
-        self.state = _State()
+        self.optimiser, self.schedule = make_optimiser(network, job.training, total, warmup)
+        self.record: Record | None = None
+        if job.guidance is not None and self.processes.is_main:
+            self.record = Record.create(job.folder, job.epochs, len(job.part))
+        self.state = _State(totals=self._no_totals())
         self.started = self.saved = time.monotonic()
 
     # -- the loop ---------------------------------------------------------------------
 
-    def run(self) -> Trained:
+    def steps(self) -> Iterator[None]:
+        """Train to the end, and hand over after every optimiser step."""
         self._resume()
         while self.state.epoch < self.job.epochs:
-            self._epoch()
+            yield from self._epoch()
         self.state.cost.seconds += time.monotonic() - self.started
-        return Trained(self.model.eval(), self.state.metrics, self.record, self.state.cost)
 
-    def _epoch(self) -> None:
+    def trained(self) -> Trained:
+        """Return the finished network; its record is whole once the main process is here, too."""
+        self.processes.wait()
+        record = self.record
+        if self.job.guidance is not None and record is None and self.job.folder is not None:
+            record = Record(self.job.folder)
+        return Trained(self.model.eval(), self.state.metrics, record, self._whole_cost())
+
+    def _epoch(self) -> Iterator[None]:
         job, state = self.job, self.state
         alpha = alpha_at(job.learner, state.epoch, job.epochs)
         plans = Plans(job, state.epoch, alpha)
-        uniforms = None
-        if self.train_rows.augment is not None:
-            uniforms = draw_uniforms(job.seed, state.epoch, job.part.ids).to(self.device)
-        for step in range(state.step, self.steps_per_epoch):
-            self._step(plans, self._rows(step), uniforms)
-            state.step = step + 1
+        uniforms = epoch_uniforms(job, self.train_rows, state.epoch)
+        micro = [self._own_rows(plans[0], step) for step in range(state.step, self.steps_per_epoch)]
+        refills = self._refills(plans[0])
+        ahead = [] if refills else [plan for step in micro for plan in step]
+        batches = feed(self.train_rows, ahead, uniforms, self.engine.loaders)
+        for own in micro:
+            if refills:
+                self._refilled_step(plans, uniforms)
+            else:
+                self._step([next(batches) for _ in own], None)
+            state.step += 1
             if state.step < self.steps_per_epoch:
                 self._maybe_stop()
+                yield
         self._end_epoch(alpha)
         self._maybe_stop()
+        yield
 
-    def _rows(self, step: int) -> slice:
-        """Return the step's rows: steps are equal to within one row, so none weighs more."""
-        samples, steps = len(self.job.part), self.steps_per_epoch
-        return slice(samples * step // steps, samples * (step + 1) // steps)
+    def _own_rows(self, plan: MixPlan, step: int) -> list[MixPlan]:
+        """Return this process's rows of a step, as micro-batches."""
+        rows = plan.keep(step_rows(len(plan), self.steps_per_epoch, step))
+        own = rows.keep(self.processes.share(len(rows)))
+        return micro_batches(own, self.job.training.accumulate)
 
-    def _step(self, plans: Plans, rows: slice, uniforms: Tensor | None) -> None:
-        job, state = self.job, self.state
-        self.schedule.step_update(state.epoch * self.steps_per_epoch + state.step)
-        # Seeding each step makes dropout a pure function of the step, too.
-        forward_seed = torch_seed(job.seed, f"{job.stream}/forward", state.epoch, state.step)
-        seed_torch(forward_seed, self.device)
+    def _seed_step(self) -> None:
+        # Dropout becomes a pure function of the step, too.
+        rank, state = self.processes.rank, self.state
+        place = (state.epoch, state.step, rank) if rank else (state.epoch, state.step)
+        seed_torch(torch_seed(self.job.seed, f"{self.job.stream}/forward", *place), self.device)
         self.model.train()
-        step_plan, accepted = self._refilled(plans, rows, uniforms)
-        batches = [self.train_rows.batch(part, uniforms) for part in self._micro(step_plan)]
-        logits = [self._logits(batches[0])] if len(batches) == 1 else None
-        weights = self._weights(batches, logits, rows, accepted)
-        size = self.objective.step_size(batches, weights)
+
+    def _step(self, batches: list[Batch], accepted: Tensor | None) -> None:
+        state = self.state
+        self.schedule.step_update(state.epoch * self.steps_per_epoch + state.step)
+        self._seed_step()
+        outputs = [self._logits(batches[0])] if len(batches) == 1 else None
+        weights = self._weights(batches, outputs, accepted)
+        size = self.objective.step_size(batches, weights, self.processes.total)
         self.optimiser.zero_grad(set_to_none=True)
-        for batch, weight in zip(batches, weights, strict=True):
-            outputs = logits[0] if logits is not None else self._logits(batch)
-            loss = self.objective(outputs, batch, weight, size)
+        for place_in_step, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            logits = outputs[place_in_step] if outputs is not None else self._logits(batch)
+            loss = self.objective(logits, batch, weight, size)
             loss.backward()  # type: ignore[no-untyped-call]
-            self._count(loss, outputs, batch, weight)
+            self._count(loss, logits, batch, weight)
+        self.processes.sum_gradients(self.model.network)
         self.optimiser.step()
         state.cost.steps += 1
 
     def _weights(
-        self,
-        batches: list[Batch],
-        logits: list[tuple[Tensor | None, Tensor | None]] | None,
-        rows: slice,
-        accepted: Tensor | None,
+        self, batches: list[Batch], outputs: list[Outputs] | None, accepted: Tensor | None
     ) -> list[Weights]:
         guidance, state = self.job.guidance, self.state
         weights = [
@@ -128,22 +170,30 @@ class _Loop:
         ]
         if guidance is None:
             return weights
+        rows = step_rows(len(self.job.part), self.steps_per_epoch, state.step)
         mixes = batches[0].mixed is not None
         faded = guidance.faded(state.epoch, state.stopped_at)
         if faded < 1 and (guidance.filters_clean or (mixes and accepted is None)):
-            outputs = logits or self._scoring_logits(batches)
-            scored = (mixes + guidance.filters_clean) * sum(len(b.clean) for b in batches)
-            state.cost.forwards += guidance.num_teachers * scored
+            scored = outputs or self._scoring_logits(batches)
+            passes = (mixes and guidance.bank is None) + guidance.filters_clean
+            own = sum(len(batch.clean) for batch in batches)
+            state.cost.forwards += guidance.num_teachers * passes * own
             rng = generator(self.job.seed, "filter", state.epoch, state.step)
-            weights = guidance.weights(batches, outputs, (state.epoch, rows), rng, faded)
+            weights = guidance.weights(
+                batches, scored, (state.epoch, rows), rng, faded, self.processes
+            )
         if accepted is not None:
             parts = torch.split(accepted, [len(batch.clean) for batch in batches])
             weights = [replace(w, mixed=part) for w, part in zip(weights, parts, strict=True)]
-        assert self.record is not None
-        self.record.write(state.epoch, rows, weights, mixes=mixes)
+        every = {
+            name: self.processes.gather(torch.cat([getattr(w, name) for w in weights]))
+            for name in ("mixed", "clean")
+        }
+        if self.record is not None:
+            self.record.write(rows, every["mixed"] if mixes else None, every["clean"])
         return weights
 
-    def _scoring_logits(self, batches: list[Batch]) -> list[tuple[Tensor | None, Tensor | None]]:
+    def _scoring_logits(self, batches: list[Batch]) -> list[Outputs]:
         """Return logits to score by: with micro-batches a filter must see the whole step first."""
         assert self.job.guidance is not None
         if self.job.guidance.scorer is None:
@@ -151,22 +201,30 @@ class _Loop:
         with without_traces(self.model):
             return [self._logits(batch) for batch in batches]
 
-    def _refilled(
-        self, plans: Plans, rows: slice, uniforms: Tensor | None
-    ) -> tuple[MixPlan, Tensor | None]:
-        """Return the step's rows, and with `refill` which were kept after exchanging the others."""
+    # -- refill -----------------------------------------------------------------------
+
+    def _refills(self, plan: MixPlan) -> bool:
+        guidance = self.job.guidance
+        if guidance is None or not guidance.refill_draws or not plan.mixes:
+            return False
+        return guidance.faded(self.state.epoch, self.state.stopped_at) == 0
+
+    def _refilled_step(self, plans: Plans, uniforms: Tensor | None) -> None:
+        """Take a step after exchanging the mixes that are not kept for other draws."""
         guidance, state = self.job.guidance, self.state
-        plan = plans[0].keep(rows)
-        stopped = guidance is None or guidance.faded(state.epoch, state.stopped_at) > 0
-        if guidance is None or stopped or not guidance.refill_draws or not plan.mixes:
-            return plan, None
+        assert guidance is not None
+        self._seed_step()
+        samples, steps = len(self.job.part), self.steps_per_epoch
+        rows = step_rows(samples, steps, state.step)
+        own = self.processes.share(rows.stop - rows.start)
+        plan = plans[0].keep(rows).keep(own)
         second, lam = plan.second.copy(), plan.lam.copy()
         kept = np.zeros(len(plan), dtype=bool)
         for draw in range(guidance.refill_draws):
             open_rows = np.flatnonzero(~kept)
             if not len(open_rows):
                 break
-            candidates = plans[draw].keep(rows).keep(open_rows)
+            candidates = plans[draw].keep(rows).keep(own).keep(open_rows)
             rng = generator(self.job.seed, "refill", state.epoch, state.step, draw)
             batch = self.train_rows.batch(candidates, uniforms)
             accepted = guidance.accepts(self.model, batch, rng).cpu().numpy()
@@ -174,12 +232,19 @@ class _Loop:
             filled = open_rows[accepted]
             second[filled], lam[filled] = candidates.second[accepted], candidates.lam[accepted]
             kept[filled] = True
+        filled_plan = replace(plan, second=second, lam=lam)
+        micro = micro_batches(filled_plan, self.job.training.accumulate)
         weights = torch.from_numpy(kept).to(self.device, torch.float32)
-        return replace(plan, second=second, lam=lam), weights
+        self._step([self.train_rows.batch(part, uniforms) for part in micro], weights)
+
+    # -- the end of an epoch ----------------------------------------------------------
 
     def _end_epoch(self, alpha: float) -> None:
         job, state = self.job, self.state
-        loss, hits, kept, rows = state.totals
+        loss, hits, kept, rows = self.processes.total(state.totals).tolist()
+        self.processes.average_buffers(self.model.network)
+        if self.record is not None:
+            self.record.end_epoch(state.epoch)
         row: dict[str, Any] = {
             "epoch": state.epoch,
             "alpha": alpha,
@@ -188,7 +253,7 @@ class _Loop:
             "mixed_accuracy": hits / rows,
             "kept": kept / rows,
         }
-        state.epoch, state.step, state.totals = state.epoch + 1, 0, [0.0] * 4
+        state.epoch, state.step, state.totals = state.epoch + 1, 0, self._no_totals()
         if state.epoch % job.training.evaluate_every == 0 or state.epoch == job.epochs:
             row |= self._evaluate()
         self._check_finite(*row.values())
@@ -199,7 +264,7 @@ class _Loop:
 
     def _check_finite(self, *numbers: float) -> None:
         """Refuse to go on from, or to save, what is no longer a number."""
-        tensors = (t for t in self.model.state_dict().values() if t.is_floating_point())
+        tensors = (t for t in self.model.network.state_dict().values() if t.is_floating_point())
         if not (
             all(map(math.isfinite, numbers)) and all(bool(t.isfinite().all()) for t in tensors)
         ):
@@ -210,8 +275,10 @@ class _Loop:
             )
 
     def _evaluate(self) -> dict[str, float]:
-        train = accuracy_and_nll(predict(self.model, self.train_rows), self.train_rows.part.labels)
-        dev = accuracy_and_nll(predict(self.model, self.dev_rows), self.dev_rows.part.labels)
+        train, dev = (
+            accuracy_and_nll(predict(self.model, rows, processes=self.processes), rows.part.labels)
+            for rows in (self.train_rows, self.dev_rows)
+        )
         guidance = self.job.guidance
         level = None if guidance is None else guidance.overtake
         if level is not None and self.state.stopped_at is None and dev[0] > level:
@@ -221,14 +288,7 @@ class _Loop:
 
     # -- parts ------------------------------------------------------------------------
 
-    def _micro(self, plan: MixPlan) -> list[MixPlan]:
-        count = self.job.training.accumulate
-        if count == 1:
-            return [plan]
-        size = -(-len(plan) // count)
-        return [plan.keep(slice(at, at + size)) for at in range(0, len(plan), size)]
-
-    def _logits(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+    def _logits(self, batch: Batch) -> Outputs:
         outputs = self.objective.logits(self.model, batch)
         self.state.cost.forwards += sum(len(part) for part in outputs if part is not None)
         return outputs
@@ -246,9 +306,13 @@ class _Loop:
         assert logits is not None and targets is not None
         # Under mixing the accuracy counts lambda: the mass of the label that was hit.
         hits = targets.gather(1, logits.detach().argmax(1, keepdim=True)).sum()
-        kept = weights.mixed.sum()
-        new = (float(loss.detach()), float(hits), float(kept), float(len(targets)))
-        self.state.totals = [a + b for a, b in zip(self.state.totals, new, strict=True)]
+        count = torch.full_like(hits, len(targets))
+        # On the device: reading a number back would make a GPU wait at every step.
+        self.state.totals += torch.stack([loss.detach(), hits, weights.mixed.sum(), count])
+
+    def _no_totals(self) -> Tensor:
+        exact = torch.float32 if self.device.type == "mps" else torch.float64
+        return torch.zeros(4, dtype=exact, device=self.device)
 
     def _objective(self) -> Objective:
         job, learner = self.job, self.job.learner
@@ -267,21 +331,24 @@ class _Loop:
             uses_clean=learner.clean != "none",
         )
 
-    def _train_rows(self) -> RowMaker:
-        """Return the maker of what is trained on: with augmentation, and the folds of partners."""
-        job, settings, augment, folds = self.job, self.job.training.augmentation, None, None
-        if settings.name != "none":
-            augment = choose.pick("augmentations", settings.name, settings.parameters)
-        if job.folds is not None:
-            folds = torch.from_numpy(job.folds).to(self.device)
-        plain = RowMaker.of(job.part, job.splits, self.device)
-        return replace(plain, augment=augment, folds=folds)
+    def _check_shares(self) -> None:
+        training, world = self.job.training, self.processes.world
+        least = len(self.job.part) // self.steps_per_epoch // world
+        if least < training.accumulate:
+            raise UserError(
+                f"training.batch_size: must give each of {world} processes and "
+                f"{training.accumulate} micro-batches a row, got {training.batch_size}"
+            )
 
     # -- stopping and resuming --------------------------------------------------------
 
     def _maybe_stop(self) -> None:
         stop = self.watch.should_stop()
-        if stop or time.monotonic() - self.saved > self.watch.checkpoint_seconds:
+        save = stop or time.monotonic() - self.saved > self.watch.checkpoint_seconds
+        if self.processes.world > 1:  # what one decides, all do
+            flags = torch.tensor([float(stop), float(save)], device=self.device)
+            stop, save = (self.processes.total(flags) > 0).tolist()
+        if save:
             self._save()
         if stop:
             raise Interrupted
@@ -289,22 +356,41 @@ class _Loop:
     def _save(self) -> None:
         if self.checkpoints is None:
             return
-        self._check_finite(self.state.totals[0])
+        self._check_finite(float(self.state.totals[0]))
         now = time.monotonic()
         self.state.cost.seconds += now - self.started
         self.started = self.saved = now
-        record = None if self.record is None else asdict(self.record)
-        state = {"optimiser": self.optimiser.state_dict(), "record": record, **asdict(self.state)}
+        totals, cost = self.processes.total(self.state.totals), self._whole_cost()
+        if not self.processes.is_main:
+            return
+        state = {
+            **asdict(self.state),
+            "totals": totals.cpu(),
+            "cost": asdict(cost),
+            "optimiser": self.optimiser.state_dict(),
+            "record": None if self.record is None else self.record.state(),
+        }
         step = self.state.epoch * self.steps_per_epoch + self.state.step
-        self.checkpoints.save(step, self.model.state_dict(), state)
+        self.checkpoints.save(step, self.model.network.state_dict(), state)
 
     def _resume(self) -> None:
-        found = self.checkpoints.latest() if self.checkpoints is not None else None
+        checkpoints = self.checkpoints
+        found = self.processes.from_main(checkpoints.latest) if checkpoints is not None else None
         if found is None:
             return
         tensors, state = found
-        self.model.load_state_dict(tensors)
-        self.optimiser.load_state_dict(state.pop("optimiser"))
         record = state.pop("record")
-        self.record = None if record is None else Record(**record)
-        self.state = _State(**{**state, "cost": Cost(**state["cost"])})
+        if not self.processes.from_main(lambda: self.record is None or self.record.resume(record)):
+            log.warning("the record of %s is damaged; its training starts again", self.job.stream)
+            return
+        self.model.network.load_state_dict(tensors)
+        self.optimiser.load_state_dict(state.pop("optimiser"))
+        cost, totals = Cost(**state["cost"]), state["totals"].to(self._no_totals())
+        if not self.processes.is_main:  # what all did together is counted once
+            cost, totals = replace(cost, forwards=0), self._no_totals()
+        self.state = _State(**{**state, "cost": cost, "totals": totals})
+
+    def _whole_cost(self) -> Cost:
+        """Return the cost with the forward passes of all processes."""
+        own = torch.tensor(self.state.cost.forwards, device=self.device)
+        return replace(self.state.cost, forwards=int(self.processes.total(own)))

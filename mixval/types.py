@@ -187,6 +187,15 @@ class MixPlan:
         # them measures the filter and not the luck of a second draw.
         return replace(self, first=self.first[rows], second=self.second[rows], lam=self.lam[rows])
 
+    @staticmethod
+    def join(plans: Sequence["MixPlan"]) -> "MixPlan":
+        """Return the rows of plans of one alpha behind each other."""
+        first, second, lam = (
+            np.concatenate([getattr(plan, name) for plan in plans])
+            for name in ("first", "second", "lam")
+        )
+        return replace(plans[0], first=first, second=second, lam=lam)
+
     @property
     def fingerprint(self) -> str:
         return array_fingerprint(self.first, self.second, self.lam)
@@ -267,9 +276,12 @@ class ScoreTable:
 
     @staticmethod
     def join(tables: Iterable["ScoreTable"]) -> "ScoreTable":
+        """Return the rows of all tables, by epoch and row: processes score them in turns."""
         tables = list(tables)
         merged = {
             name: np.concatenate([getattr(t, name) for t in tables])
             for name in ScoreTable.columns()
         }
-        return ScoreTable(**merged, provenance=tables[0].provenance)
+        order = np.lexsort((merged["row"], merged["epoch"]))
+        ordered = {name: column[order] for name, column in merged.items()}
+        return ScoreTable(**ordered, provenance=tables[0].provenance)

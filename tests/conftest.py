@@ -136,8 +136,9 @@ def _one_thread() -> None:
 @pytest.fixture
 def engine() -> Any:
     from mixval.engine import start_engine
+    from mixval.recipe import EngineSettings
 
-    return start_engine("cpu", 1)
+    return start_engine(EngineSettings(device="cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -179,13 +180,14 @@ def teacher_model(make_job: Callable[..., Any], splits: Any) -> Any:
     So r_hat has both signs from the first step on.
     """
     from mixval.engine import start_engine
+    from mixval.recipe import EngineSettings
     from mixval.training import Watch, train
     from mixval.types import Part
 
     more = Part.join([splits.train, splits.val_f])
     changes = {"arms.all.alpha": 0, "arms.all.epochs": 40, "training.lr": 0.2}
     job = make_job(changes, part=more, stream="teacher")
-    return train(job, start_engine("cpu", 1), None, Watch()).model
+    return train(job, start_engine(EngineSettings(device="cpu")), None, Watch()).model
 
 
 @pytest.fixture(scope="session")

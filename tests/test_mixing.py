@@ -318,12 +318,11 @@ def brute_force_rows(part, maker, plan, uniforms, augment):
     for i, j, lam in zip(plan.first, plan.second, plan.lam, strict=True):
         views = []
         for sample in (i, j):
-            pixels = part.images[sample].numpy().astype(np.float64) / 255
-            view = (pixels - maker.mean.numpy()) / maker.std.numpy()
-            if augment is not None:
-                one = torch.from_numpy(view)[None]
-                view = augment(one, uniforms[sample : sample + 1])[0].numpy()
-            views.append(view)
+            pixels = part.images[sample].numpy().astype(np.float64)
+            if augment is not None:  # before normalising: what comes in from outside is black
+                one = torch.from_numpy(pixels)[None]
+                pixels = augment(one, uniforms[sample : sample + 1])[0].numpy()
+            views.append((pixels / 255 - maker.mean.numpy()) / maker.std.numpy())
         images.append(lam * views[0] + (1 - lam) * views[1])
         target = np.zeros(maker.num_classes)
         target[part.labels[i]] += lam

@@ -22,6 +22,7 @@ from mixval.stages.cell import Cell
 from mixval.store import Store
 
 TWO_SEEDS = {"seeds": [0, 1]}
+RECORD = ("record_clean.npy", "record_mixed.npy")
 CELL = [
     "base/manifest.json",
     "base/metrics.jsonl",
@@ -36,8 +37,8 @@ CELL = [
     *(
         f"students/{arm}/{name}"
         for arm in ("all", "erm", "guided", "yoked")
-        for name in ("manifest.json", "metrics.jsonl", "record.safetensors", "weights.safetensors")
-        if arm in ("guided", "yoked") or name != "record.safetensors"
+        for name in ("manifest.json", "metrics.jsonl", *RECORD, "weights.safetensors")
+        if arm in ("guided", "yoked") or name not in RECORD
     ),
     "teachers/failures/manifest.json",
     "teachers/failures/metrics.jsonl",

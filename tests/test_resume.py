@@ -37,11 +37,20 @@ def stop_at(poll: int) -> Watch:
     return Watch(should_stop=lambda: next(asked) >= poll)
 
 
+def record_folder(checkpoints):
+    return checkpoints.folder.with_name(f"record of {checkpoints.folder.name}")
+
+
+def resumable(job, engine, checkpoints, watch):
+    """Train with the record where the next try finds it."""
+    return train(replace(job, folder=record_folder(checkpoints)), engine, checkpoints, watch)
+
+
 def facts_of(trained):
     """Return all that must be the same of two trainings, bit for bit."""
     record = trained.record
     return {
-        "weights": {k: v.numpy().tobytes() for k, v in trained.model.state_dict().items()},
+        "weights": {k: v.numpy().tobytes() for k, v in trained.model.network.state_dict().items()},
         "record": record and [record.mixed.numpy().tobytes(), record.clean.numpy().tobytes()],
         "metrics": trained.metrics,
         "steps": trained.cost.steps,
@@ -127,8 +136,8 @@ def test_stopped_after_any_step_it_ends_the_same(jobs, engine, tmp_path, kind):
     for poll in range(1, steps + 1):
         checkpoints = Checkpoints(tmp_path / str(poll), "made from this")
         with pytest.raises(Interrupted):
-            train(job, engine, checkpoints, stop_at(poll))
-        assert facts_of(train(job, engine, checkpoints, Watch())) == whole, f"after step {poll}"
+            resumable(job, engine, checkpoints, stop_at(poll))
+        assert facts_of(resumable(job, engine, checkpoints, Watch())) == whole, f"after step {poll}"
 
 
 @pytest.mark.parametrize("kind", ["guided until it overtakes", "dropout", "batch norm"])
@@ -139,8 +148,8 @@ def test_stopped_after_every_step_it_ends_the_same(jobs, engine, tmp_path, kind)
     checkpoints = Checkpoints(tmp_path, "made from this")
     for _ in range(POLLS):
         with pytest.raises(Interrupted):
-            train(job, engine, checkpoints, stop_at(1))
-    assert facts_of(train(job, engine, checkpoints, Watch())) == whole
+            resumable(job, engine, checkpoints, stop_at(1))
+    assert facts_of(resumable(job, engine, checkpoints, Watch())) == whole
 
 
 # -- damaged checkpoints ------------------------------------------------------------------
@@ -165,7 +174,7 @@ def stopped(jobs, engine, tmp_path):
     job = jobs["guided until it overtakes"]()
     checkpoints = Checkpoints(tmp_path, "made from this")
     with pytest.raises(Interrupted):
-        train(job, engine, checkpoints, replace(stop_at(7), checkpoint_seconds=0.0))
+        resumable(job, engine, checkpoints, replace(stop_at(7), checkpoint_seconds=0.0))
     assert sorted(os.listdir(tmp_path)) == ["step-000000006", "step-000000007"]
     return job, checkpoints
 
@@ -183,7 +192,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_serves(
     assert (state["epoch"], state["step"]) == (2, 0)  # step 6, not 7
     if (name, damage) != ("manifest.json", "lose"):  # without a manifest it is just unfinished
         assert "step-000000007" in caplog.text and "is not used" in caplog.text
-    resumed = facts_of(train(job, engine, checkpoints, Watch()))
+    resumed = facts_of(resumable(job, engine, checkpoints, Watch()))
     assert resumed == facts_of(train(job, engine, None, Watch()))
 
 
@@ -193,7 +202,7 @@ def test_with_no_whole_checkpoint_it_starts_again(stopped, engine):
     for path in checkpoints.folder.glob("*/weights.safetensors"):
         flip(path)
     assert checkpoints.latest() is None
-    resumed = facts_of(train(job, engine, checkpoints, Watch()))
+    resumed = facts_of(resumable(job, engine, checkpoints, Watch()))
     assert resumed == facts_of(train(job, engine, None, Watch()))
 
 
@@ -202,7 +211,7 @@ def test_a_damaged_checkpoint_does_not_keep_its_step_from_being_saved(stopped, e
     job, checkpoints = stopped
     flip(checkpoints.folder / "step-000000007" / "weights.safetensors")
     with pytest.raises(Interrupted):
-        train(job, engine, checkpoints, stop_at(1))
+        resumable(job, engine, checkpoints, stop_at(1))
     _, state = checkpoints.latest()
     assert (state["epoch"], state["step"]) == (2, 1)
 
@@ -213,7 +222,7 @@ def test_damaged_checkpoints_do_not_push_out_a_whole_one(stopped, engine):
     for path in checkpoints.folder.glob("*/weights.safetensors"):
         flip(path)
     with pytest.raises(Interrupted):
-        train(job, engine, checkpoints, stop_at(2))
+        resumable(job, engine, checkpoints, stop_at(2))
     assert checkpoints.latest() is not None
 
 
@@ -226,7 +235,7 @@ def test_a_checkpoint_that_was_being_written_is_not_used(stopped, engine):
     cut(checkpoints.folder / ".step-000000008.part" / "state.pt")
     _, state = checkpoints.latest()
     assert (state["epoch"], state["step"]) == (2, 1)
-    resumed = facts_of(train(job, engine, checkpoints, Watch()))
+    resumed = facts_of(resumable(job, engine, checkpoints, Watch()))
     assert resumed == facts_of(train(job, engine, None, Watch()))
 
 
@@ -535,3 +544,18 @@ for _ in range(20):
     except subprocess.TimeoutExpired as error:
         pytest.fail(f"hangs after {(error.stdout or b'').count(b'stopped')} of 20 signals")
     assert done.stdout.count("stopped") == 20, done.stderr
+
+
+def test_a_damaged_record_is_noticed_and_the_training_starts_again(jobs, engine, tmp_path, caplog):
+    # The record of finished epochs is not in the checkpoints: a yoked control would replay
+    # weights that were never given.
+    job, checkpoints = jobs["batch norm"](), Checkpoints(tmp_path, "made from this")
+    with pytest.raises(Interrupted):
+        resumable(job, engine, checkpoints, stop_at(8))
+    path = record_folder(checkpoints) / "record_mixed.npy"
+    damaged = bytearray(path.read_bytes())
+    damaged[-3 * 120 + 5] ^= 1  # in the second of four epochs of 60 rows
+    path.write_bytes(damaged)
+    resumed = facts_of(resumable(job, engine, checkpoints, Watch()))
+    assert "record of student is damaged" in caplog.text
+    assert resumed == facts_of(train(job, engine, None, Watch()))

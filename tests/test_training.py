@@ -23,10 +23,11 @@ from mixval.posteriors import point
 from mixval.score_store import read_scores
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network
-from mixval.stages.scores import probe_plan, score_plan
+from mixval.stages.scores import probe_plans, score_plans
 from mixval.stages.teacher import TeacherSet
 from mixval.store import Store
 from mixval.training import Cost, Watch, build_model, train
+from mixval.types import ScoreTable
 
 N, EPOCHS, BATCH, STEPS = 60, 4, 20, 3  # of the tiny recipe
 MLP = {"name": "mlp", "hidden": [16]}
@@ -279,14 +280,18 @@ FATES = [
 @pytest.mark.parametrize(("name", "excluded"), FATES)
 def test_every_filter_fate_and_clean_term_trains(make_job, engine, scorer, name, excluded, clean):
     # Catches a combination that raises, or that makes weights or losses that are not numbers.
-    half = (torch.arange(2 * N).view(2, N) % 2).half()
+    half = Record.create(None, 2, N)
+    for epoch in range(2):
+        every_other = (torch.arange(N) + epoch * N) % 2
+        half.write(slice(0, N), every_other, every_other)
+        half.end_epoch(epoch)
     guidance = guided_by(
         scorer,
         POLICIES[name],
         filters_clean=clean == "filtered",
         relabels=excluded == "relabel",
         refill_draws=2 if excluded == "refill" else 0,
-        replay=Record(half, half) if name == "yoked" else None,
+        replay=half if name == "yoked" else None,
     )
     # A clean term needs no teacher here: `filtered` is the guidance's affair.
     learner = make_job({"arms.all.epochs": 2}).learner.model_copy(update={"clean": clean})
@@ -635,7 +640,8 @@ def offline(tiny_recipe, engine, teacher_model, splits):
         cell = Cell(tiny_recipe({"scores.chunk": chunk}), "main", 0, engine)
         student = build_model(cell.recipe.model, splits, 0, "student")
         teachers = TeacherSet([Network(teacher_model, Cost(), "teacher")], None)
-        return score_plan(cell, plan_of().keep(slice(0, rows)), teachers, point([student]))
+        plan = plan_of().keep(slice(0, rows))
+        return ScoreTable.join(score_plans(cell, [plan], teachers, point([student])))
 
     return score
 
@@ -805,7 +811,8 @@ def test_the_probe_plan_is_scored_after_the_epochs_that_are_named(cell_run):
     table = read_scores(path)
     student = point([cells.student("guided").model])
     teachers = cells.teacher("failures")
-    again = score_plan(cells.cell, probe_plan(cells.cell, teachers), teachers, student, 4)
+    plans = probe_plans(cells.cell, teachers)
+    again = ScoreTable.join(score_plans(cells.cell, plans, teachers, student, 4))
     assert np.array_equal(table.r_hat, again.r_hat) and set(table.epoch) == {4}
 
 

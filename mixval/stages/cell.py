@@ -1,7 +1,8 @@
 """One panel and one seed of a run: what every stage of it needs to know."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +16,7 @@ from mixval.recipe import Data, Recipe
 from mixval.splits import load_splits
 from mixval.store import Artifact, Store
 from mixval.training_job import Watch
-from mixval.types import FailureSet, Part, Splits
+from mixval.types import FailureSet, Ints, Part, Splits
 
 FORMAT = 1  # of what stages write; raise it when older artifacts must not be used again
 
@@ -75,12 +76,35 @@ class Cell:
         """Return the maker of unaugmented rows of a part, on the engine's device."""
         return RowMaker.of(part, self.splits, self.engine.device)
 
+    def train_rows(self, folds: Ints | None) -> RowMaker:
+        """Return the maker of unaugmented rows of `train`, which knows the folds of its samples."""
+        device = self.engine.device
+        known = None if folds is None else torch.from_numpy(folds).to(device)
+        return replace(self._train_rows, folds=known)
+
+    @cached_property
+    def _train_rows(self) -> RowMaker:
+        return self.rows(self.splits.train)
+
     def reuse(self, artifact: Artifact) -> dict[str, Any] | None:
         """Return the facts of an artifact that is finished, and count it; None otherwise."""
-        facts = artifact.facts()
+        facts = self.engine.processes.from_main(artifact.facts)
         if facts is not None:
             self.reused[artifact.kind] += 1
         return facts
+
+    def once(self, artifact: Artifact, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the facts of an artifact; where it is not finished, one process makes it."""
+        facts = self.reuse(artifact)
+        if facts is not None:
+            return facts
+
+        def finished() -> dict[str, Any]:
+            made = make()
+            artifact.finish(made)
+            return made
+
+        return self.engine.processes.from_main(finished)
 
     def artifact(self, store: Store, *place: str, made_from: dict[str, Any]) -> Artifact:
         common = {

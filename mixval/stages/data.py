@@ -1,20 +1,23 @@
 """What a cell learns from, on record: who is in which split, and whose label was flipped."""
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mixval.stages.cell import Cell
-from mixval.store import Store
+from mixval.store import Artifact, Store
 
 
 def data(cell: Cell, store: Store) -> None:
     """Write id, split and label of every sample but those of test, whose labels stay unread."""
-    artifact = cell.artifact(
-        store, "data", made_from={"settings": cell.data.model_dump(mode="json")}
-    )
-    if cell.reuse(artifact) is not None:
-        return
+    settings = cell.data.model_dump(mode="json")
+    artifact = cell.artifact(store, "data", made_from={"settings": settings})
+    cell.once(artifact, lambda: _write(cell, artifact))
+
+
+def _write(cell: Cell, artifact: Artifact) -> dict[str, Any]:
     splits = cell.splits
     parts = {"train": splits.train, "val_f": splits.val_f, "val_dev": splits.val_dev}
     ids = np.concatenate([part.ids.numpy() for part in parts.values()])
@@ -24,4 +27,4 @@ def data(cell: Cell, store: Store) -> None:
     table = pa.table({"id": ids, "split": names, "label": labels, "flipped": flipped})
     pq.write_table(table, artifact.path("splits.parquet"), write_page_checksum=True)
     sizes = {name: len(part) for name, part in parts.items()}
-    artifact.finish({**sizes, "test": len(splits.test), "flipped": int(flipped.sum())})
+    return {**sizes, "test": len(splits.test), "flipped": int(flipped.sum())}

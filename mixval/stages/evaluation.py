@@ -33,10 +33,13 @@ def evaluation(
             "hold-out failures": [] if failures is None else failures.holdout.tolist(),
         },
     )
-    facts = cell.reuse(artifact)
-    if facts is not None:
-        return facts
-    rows = cell.rows(test)
+    return cell.once(artifact, lambda: _measured(cell, name, network, preparation, failures))
+
+
+def _measured(
+    cell: Cell, name: str, network: Network, preparation: Cost, failures: FailureSet | None
+) -> dict[str, Any]:
+    rows = cell.rows(cell.splits.test)
     log_probs = predict(network.model, rows)
     accuracy, nll = accuracy_and_nll(log_probs, rows.part.labels)
     facts = {
@@ -57,7 +60,6 @@ def evaluation(
         facts["holdout_accuracy"] = accuracy_and_nll(
             predict(network.model, held), held.part.labels
         )[0]
-    artifact.finish(facts)
     return facts
 
 
@@ -65,7 +67,4 @@ def _kept(network: Network) -> dict[str, float]:
     """Return the mean weight of the mixes and of the clean samples, over the epochs that filter."""
     if network.record is None:
         return {"kept": 1.0, "clean_kept": 1.0}
-    mixed, clean = (
-        weights.float().nanmean() for weights in (network.record.mixed, network.record.clean)
-    )
-    return {"kept": float(mixed.nan_to_num(1.0)), "clean_kept": float(clean.nan_to_num(1.0))}
+    return {"kept": network.record.mean("mixed"), "clean_kept": network.record.mean("clean")}

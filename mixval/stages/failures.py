@@ -1,6 +1,7 @@
 """F, what the base network fails."""
 
 import logging
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,8 +12,8 @@ from mixval.metrics import predict
 from mixval.seeding import generator
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network
-from mixval.store import Store
-from mixval.types import FailureSet
+from mixval.store import Artifact, Store
+from mixval.types import FailureSet, Part
 
 log = logging.getLogger(__name__)
 
@@ -30,24 +31,7 @@ def failures(cell: Cell, base: Network, store: Store) -> FailureSet:
             "examined": part.fingerprint,
         },
     )
-    if cell.reuse(artifact) is None:
-        rows = cell.rows(part)
-        rule = choose.pick("failure_rules", settings.rule.name, settings.rule.parameters)
-        failing = rule(predict(base.model, rows), rows.part.labels).cpu().numpy()
-        ids = generator(cell.seed, "failures").permutation(part.ids.numpy()[failing])
-        held = round(settings.holdout * len(ids))
-        use = np.where(np.arange(len(ids)) < held, "holdout", "query")
-        pq.write_table(
-            pa.table({"id": ids, "use": use.tolist()}),
-            artifact.path("failures.parquet"),
-            write_page_checksum=True,
-        )
-        if not len(ids):
-            log.warning(
-                "%s, seed %d: the base network fails nothing on %s; a teacher on D∪F is one on D",
-                *(cell.panel, cell.seed, settings.split),
-            )
-        artifact.finish({"found": len(ids), "of": len(part)})
+    cell.once(artifact, lambda: _find(cell, base, part, artifact))
     table = pq.read_table(artifact.path("failures.parquet")).to_pydict()
     ids, use = np.array(table["id"], dtype=np.int64), np.array(table["use"])
     return FailureSet(
@@ -57,3 +41,23 @@ def failures(cell: Cell, base: Network, store: Store) -> FailureSet:
         split=settings.split,
         examined=len(part),
     )
+
+
+def _find(cell: Cell, base: Network, part: Part, artifact: Artifact) -> dict[str, Any]:
+    settings, rows = cell.recipe.failures, cell.rows(part)
+    rule = choose.pick("failure_rules", settings.rule.name, settings.rule.parameters)
+    failing = rule(predict(base.model, rows), rows.part.labels).cpu().numpy()
+    ids = generator(cell.seed, "failures").permutation(part.ids.numpy()[failing])
+    held = round(settings.holdout * len(ids))
+    use = np.where(np.arange(len(ids)) < held, "holdout", "query")
+    pq.write_table(
+        pa.table({"id": ids, "use": use.tolist()}),
+        artifact.path("failures.parquet"),
+        write_page_checksum=True,
+    )
+    if not len(ids):
+        log.warning(
+            "%s, seed %d: the base network fails nothing on %s; a teacher on D∪F is one on D",
+            *(cell.panel, cell.seed, settings.split),
+        )
+    return {"found": len(ids), "of": len(part)}

@@ -2,19 +2,18 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from mixval import choose
 from mixval.checkpoints import Checkpoints, load_weights, save_weights
+from mixval.engine import Prepared
 from mixval.errors import UserError
 from mixval.external import check_external, described, labels_seen
 from mixval.fingerprints import file_digest
-from mixval.guidance import Record
 from mixval.recipe import Learner, Teacher
+from mixval.record import Record
 from mixval.stages.cell import Cell
 from mixval.store import Artifact, Store
 from mixval.training import train
@@ -26,11 +25,12 @@ from mixval.types import FailureSet
 class Network:
     """A trained network, what it cost, and the fingerprint of all it was made from."""
 
-    model: nn.Module
+    model: Prepared
     cost: Cost
     fingerprint: str
     record: Record | None = None
     leaks: bool = False  # whether test labels may have reached it
+    preparation: Cost = field(default_factory=Cost)  # of what was made for it alone or first
 
 
 def learn(
@@ -76,10 +76,15 @@ def learn(
     if facts is not None:
         return _load(cell, job, artifact, facts)
     checkpoints = Checkpoints(artifact.path("checkpoints"), artifact.fingerprint)
-    trained = train(make_job(job, artifact), cell.engine, checkpoints, cell.watch)
-    _save(cell, job, artifact, trained, leaks)
-    checkpoints.clear()
-    return Network(trained.model, trained.cost, artifact.fingerprint, trained.record, leaks)
+    job = replace(make_job(job, artifact), folder=artifact.folder)
+    trained = train(job, cell.engine, checkpoints, cell.watch)
+    if cell.engine.processes.is_main:
+        _save(cell, job, artifact, trained, leaks)
+        checkpoints.clear()
+    cell.engine.processes.wait()
+    return Network(
+        trained.model, trained.cost, artifact.fingerprint, trained.record, leaks, job.preparation
+    )
 
 
 def load_external(cell: Cell, place: str, teacher: Teacher) -> Network:
@@ -96,9 +101,9 @@ def load_external(cell: Cell, place: str, teacher: Teacher) -> Network:
             f"{place}.weights: {path} is of another dataset; give a teacher of this one"
         )
     choice = cell.recipe.model_of(teacher)
-    model = build_model(choice, cell.splits, cell.seed, "teacher").to(cell.engine.device)
+    model = cell.engine.prepare(build_model(choice, cell.splits, cell.seed, "teacher"))
     try:
-        model.load_state_dict(load_weights(path))
+        model.network.load_state_dict(load_weights(path))
     except RuntimeError as error:
         raise UserError(f"{place}.weights: {path} does not fit {choice.name}: {error}") from error
     # Without a test split of the dataset's own, each seed draws another one: a teacher of
@@ -119,19 +124,18 @@ def _save(cell: Cell, job: Job, artifact: Artifact, trained: Trained, leaks: boo
         "leaks": "yes" if leaks else "no",
         "fingerprint": artifact.fingerprint,
     }
-    save_weights(artifact.path("weights.safetensors"), trained.model.state_dict(), header)
-    if trained.record is not None:
-        save_weights(artifact.path("record.safetensors"), asdict(trained.record), {})
+    save_weights(artifact.path("weights.safetensors"), trained.model.network.state_dict(), header)
     lines = "".join(json.dumps(row) + "\n" for row in trained.metrics)
     artifact.path("metrics.jsonl").write_text(lines)
     last = {key: trained.metrics[-1][key] for key in ("val_dev_accuracy", "val_dev_nll")}
-    artifact.finish({"cost": asdict(trained.cost), **last, "leaks_test_labels": leaks})
+    costs = {"cost": asdict(trained.cost), "preparation": asdict(job.preparation)}
+    artifact.finish({**costs, **last, "leaks_test_labels": leaks})
 
 
 def _load(cell: Cell, job: Job, artifact: Artifact, facts: dict[str, Any]) -> Network:
-    model = build_model(job.model, job.splits, job.seed, job.stream).to(cell.engine.device)
-    model.load_state_dict(load_weights(artifact.folder / "weights.safetensors"))
-    record = artifact.folder / "record.safetensors"
-    replay = Record(**load_weights(record)) if record.is_file() else None
-    cost, leaks = Cost(**facts["cost"]), facts["leaks_test_labels"]
-    return Network(model.eval(), cost, artifact.fingerprint, replay, leaks)
+    model = cell.engine.prepare(build_model(job.model, job.splits, job.seed, job.stream))
+    model.network.load_state_dict(load_weights(artifact.folder / "weights.safetensors"))
+    replay = Record(artifact.folder) if Record.is_in(artifact.folder) else None
+    cost, preparation = Cost(**facts["cost"]), Cost(**facts["preparation"])
+    leaks = facts["leaks_test_labels"]
+    return Network(model.eval(), cost, artifact.fingerprint, replay, leaks, preparation)

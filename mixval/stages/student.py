@@ -12,10 +12,10 @@ from mixval.moments import epoch_of
 from mixval.posteriors import point
 from mixval.recipe import Arm
 from mixval.rhat import Scorer
-from mixval.score_store import write_scores
+from mixval.stages.bank import bank
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network, learn
-from mixval.stages.scores import probe_plan, probe_provenance, score_plan
+from mixval.stages.scores import probe_provenance, write_probe
 from mixval.stages.teacher import TeacherSet
 from mixval.store import Artifact, Store
 from mixval.training_job import Job
@@ -45,13 +45,17 @@ def student(
         extra["replayed"] = replayed.fingerprint
 
     def guided(job: Job, artifact: Artifact) -> Job:
-        return replace(
+        job = replace(
             job,
             guidance=_guidance(cell, arm, teacher, replayed),
             excluded=arm.excluded,
             folds=folds,
             after_epoch=_probe(cell, teacher, artifact),
         )
+        if teacher is None or job.guidance is None or not _uses_bank(cell, arm):
+            return job
+        file, cost = bank(cell, str(arm.teacher), teacher, job, store)
+        return replace(job, guidance=replace(job.guidance, bank=file), preparation=cost)
 
     return learn(
         cell,
@@ -100,18 +104,21 @@ def _probe(
     settings = cell.recipe.scores
     if teacher is None or not settings.epochs or settings.rows == 0:
         return None
-    plan = probe_plan(cell, teacher)
 
     def score(epochs_done: int, model: nn.Module) -> None:
         if epochs_done not in settings.epochs:
             return
-        table = score_plan(cell, plan, teacher, point([model]), epochs_done)
         base = f"{artifact.fingerprint}, epoch {epochs_done}"
-        provenance = probe_provenance(cell, plan, teacher, base)
-        path = artifact.path(f"part-{epochs_done:04d}.parquet")
-        write_scores(path, replace(table, provenance=provenance))
+        provenance = probe_provenance(cell, teacher, base)
+        write_probe(cell, artifact, teacher, point([model]), provenance, epochs_done)
 
     return score
+
+
+def _uses_bank(cell: Cell, arm: Arm) -> bool:
+    """Whether H is scored beforehand: not where the mixes, or what is asked of them, vary."""
+    fixed = arm.excluded not in ("relabel", "refill")
+    return cell.recipe.scores.bank and fixed and _asks_teacher(arm)
 
 
 def _asks_teacher(arm: Arm) -> bool:
