@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import shlex
 import sys
 import traceback
@@ -15,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mixval import choose
-from mixval.errors import UserError, exit_state
+from mixval.errors import Interrupted, UserError, exit_state
 from mixval.recipe import Arm, Choice, Panel, Recipe, Teacher
 from mixval.recipe_loading import PACKAGED, load_recipe, packaged_recipes, parse_yaml
 
@@ -77,7 +78,9 @@ def _fail(error: BaseException, debug: bool) -> int:
         message += "" if debug else "; run again with --debug for the traceback"
     if debug:
         traceback.print_exception(error)
-    print(f"mixval: {message}", file=sys.stderr)
+    known = isinstance(error, UserError | Interrupted | KeyboardInterrupt)
+    if not (known and os.environ.get("RANK", "0") != "0"):  # of several processes, one says it
+        print(f"mixval: {message}", file=sys.stderr)
     return code
 
 

@@ -1,19 +1,17 @@
 """What a run will take: the networks that are not there yet, and a few batches measured."""
 
-import itertools
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from mixval.engine import Engine, start_engine
+from mixval.engine import start_engine
 from mixval.pipeline import CellRun
 from mixval.recipe import Learner, Recipe
 from mixval.stages.cell import Cell
 from mixval.store import Store
-from mixval.training import Loop
-from mixval.training_job import Job, Watch, build_model, num_steps
+from mixval.training_job import build_model, num_steps
+from mixval.tuning import measured_job, seconds_of
 from mixval.work import Work
 
 Place = tuple[str, ...]
@@ -50,24 +48,15 @@ def estimate(work: Work) -> Estimate:
         if not work.store.is_finished(*cell, *place)
     ]
     engine = start_engine(recipe.engine)
-    panel, seed = work.cells[0]
-    splits, size = Cell(recipe, panel, seed, engine).splits, recipe.training.batch_size
+    cell = Cell(recipe, *work.cells[0], engine)
+    splits, size = cell.splits, recipe.training.batch_size
     for model in {m.model_dump_json(): m for m in map(recipe.model_of, missing)}.values():
-        build_model(model, splits, seed, "estimate")
-    job = Job(
-        learner=Learner(),
-        training=recipe.training,
-        model=recipe.model,
-        epochs=recipe.training.epochs,
-        part=splits.train,
-        splits=splits,
-        seed=seed,
-        stream="estimate",
-    )
-    _seconds_of(job, engine, 2)  # the first time loads libraries and fills caches
-    per_step = _seconds_of(job, engine, _MEASURED_STEPS) / _MEASURED_STEPS
+        build_model(model, splits, cell.seed, "estimate")
+    job = measured_job(recipe, cell)
+    seconds_of(job, engine, 2)  # the first time loads libraries and fills caches
+    per_step = seconds_of(job, engine, _MEASURED_STEPS) / _MEASURED_STEPS
     weights = sum(
-        t.numel() for t in build_model(recipe.model, splits, seed, "x").state_dict().values()
+        t.numel() for t in build_model(recipe.model, splits, cell.seed, "x").state_dict().values()
     )
     steps = sum(map(recipe.epochs_of, missing)) * num_steps(len(splits.train), size)
     return Estimate(
@@ -77,14 +66,6 @@ def estimate(work: Work) -> Estimate:
         megabytes=len(missing) * weights * 4 / 1e6,
         workers=work.workers,
     )
-
-
-def _seconds_of(job: Job, engine: Engine, steps: int) -> float:
-    """Return how long the first steps of a job take."""
-    start = time.monotonic()
-    for _ in itertools.islice(Loop(job, engine, None, Watch()).steps(), steps):
-        pass
-    return time.monotonic() - start
 
 
 def rehearse(work: Work) -> None:
@@ -102,9 +83,11 @@ def rehearse(work: Work) -> None:
         "teachers": {name: _shortened(teacher) for name, teacher in recipe.teachers.items()},
         "arms": {name: _shortened(arm) for name, arm in recipe.arms.items()},
     }
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as own:
+        folder = engine.processes.from_main(lambda: own)
         cell = Cell(recipe.model_copy(update=update), panel, seed, engine)
         CellRun(cell, Store(Path(folder))).upto(work.stage, work.arms)
+        engine.processes.wait()
 
 
 def _shortened(learner: _Learner) -> _Learner:

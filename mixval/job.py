@@ -1,6 +1,7 @@
 """A run from its recipe to its report: what the command line calls."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from mixval import choose
@@ -34,19 +35,35 @@ def run_job(
         if teacher.weights is not None:
             check_external(recipe, f"teachers.{name}", teacher)
     store = Store(Path(out))
+
+    recipe = store.settled(recipe)
     store.check(recipe)
 
-    from mixval.engine import num_workers
+    from mixval.engine import num_workers, resolve_device
+    from mixval.processes import start_processes
+    from mixval.tuning import tuned
 
     settings = recipe.engine
+    processes = start_processes(resolve_device(settings.device))
     workers = num_workers(settings.device, settings.workers, len(over) * len(recipe.seeds))
-    work = Work(recipe, store, stage, with_replayed(recipe, chosen), over, workers)
+    workers = workers if processes.world == 1 else 1
+    say = say if processes.is_main else _say_nothing
+    best = tuned(recipe, over[0])
+    if best.found:
+        say(best.found)
+    work = Work(best.recipe, store, stage, with_replayed(recipe, chosen), over, workers)
     if dry_run:
         _rehearse(work, say)
         return None
-    with store.locked():
-        _run_recorded(work, command, say)
-        return _summarise(store, say) if stage == "run" else None
+    with ExitStack() as stack:
+        processes.from_main(lambda: stack.enter_context(store.locked()))
+        _run_recorded(work, command, say, processes.is_main)
+        report = stage == "run" and processes.is_main
+        return _summarise(store, say) if report else None
+
+
+def _say_nothing(text: str) -> None:
+    """Say nothing: one of several processes speaks for all."""
 
 
 def _rehearse(work: Work, say: Callable[[str], None]) -> None:
@@ -57,7 +74,7 @@ def _rehearse(work: Work, say: Callable[[str], None]) -> None:
     say("dry run: every network trained a few steps on a part of the data; nothing was kept")
 
 
-def _run_recorded(work: Work, command: str, say: Callable[[str], None]) -> None:
+def _run_recorded(work: Work, command: str, say: Callable[[str], None], writes: bool) -> None:
     """Run the cells, and keep on record how it stands: running, finished, interrupted, failed."""
     from mixval.estimate import Estimate
     from mixval.runner import run_cells
@@ -66,6 +83,10 @@ def _run_recorded(work: Work, command: str, say: Callable[[str], None]) -> None:
     before = (store.read_json("status.json") or {}).get("commands", [])
     commands = [*(old for old in before if old != command), command]
     note = {"commands": commands, "seeds": work.recipe.seeds, "stage": work.stage}
+
+    if not writes:
+        run_cells(work, lambda cost: None)
+        return
 
     def begin(cost: Estimate) -> None:
         say(str(cost))

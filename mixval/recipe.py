@@ -256,6 +256,12 @@ class EngineSettings(Section):
     )
     checkpoint_seconds: Positive = Field(60.0, description="seconds between checkpoints")
 
+    @property
+    def to_measure(self) -> list[str]:
+        """The settings that are `auto` and change numbers: resolved once, and then pinned."""
+        tuned = ("precision", "channels_last", "compile")
+        return [key for key in tuned if getattr(self, key) == "auto"]
+
 
 class Recipe(Section):
     """A whole run."""
@@ -284,6 +290,9 @@ class Recipe(Section):
     def data_of(self, panel: str) -> Data:
         noise = self.panels[panel].label_noise
         return self.data if noise is None else self.data.model_copy(update={"label_noise": noise})
+
+    def with_engine(self, settings: Mapping[str, Any]) -> "Recipe":
+        return self.model_copy(update={"engine": self.engine.model_copy(update=settings)})
 
     def leaks_test_labels(self, learner: Learner) -> bool:
         """Whether any test label reached this network: by training, its teacher, or a replay."""

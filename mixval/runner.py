@@ -133,14 +133,16 @@ def _worker_cell(work: Work, panel: str, seed: int) -> Counter[str]:
 @contextmanager
 def _progress(steps: int) -> Iterator[Callable[[int], None]]:
     """Show steps with an ETA on a terminal; elsewhere write a line now and then."""
-    with tqdm(total=steps, unit="step", unit_scale=True, disable=None, leave=False) as bar:
+    speaks = os.environ.get("RANK", "0") == "0"  # of several processes, the main one
+    hidden = None if speaks else True
+    with tqdm(total=steps, unit="step", unit_scale=True, disable=hidden, leave=False) as bar:
         done, said = 0, time.monotonic()
 
         def advance(count: int) -> None:
             nonlocal done, said
             done += count
             bar.update(count)
-            if bar.disable and time.monotonic() - said > 30:
+            if speaks and bar.disable and time.monotonic() - said > 30:
                 said = time.monotonic()
                 log.info("%d of about %d steps", done, steps)
 

@@ -100,6 +100,13 @@ class Store:
         )
         write_atomically(self.root / "recipe.yaml", described.encode())
 
+    def settled(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with each `auto` of its engine as this run has resolved it before."""
+        before = self.recipe()
+        if before is None:
+            return recipe
+        return recipe.with_engine({k: getattr(before.engine, k) for k in recipe.engine.to_measure})
+
     def recipe(self) -> Recipe | None:
         path = self.root / "recipe.yaml"
         return recorded_recipe(path) if path.is_file() else None

@@ -40,7 +40,7 @@ LAYERS: list[set[str]] = [
     },
     {"stages.scores", "stages.bank"},
     {"stages.student"},
-    {"pipeline"},
+    {"pipeline", "tuning"},
     {"estimate"},
     {"runner"},
     {"job"},
