@@ -269,9 +269,9 @@ def _add_bench_arguments(parser: argparse.ArgumentParser, words: list[str]) -> N
         "--batch-size",
         nargs="+",
         type=int,
-        default=[256],
+        default=[64],
         metavar="N",
-        help="samples per step (default: 256)",
+        help="samples per step (default: 64)",
     )
     add(
         "--seconds",

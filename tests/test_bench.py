@@ -298,7 +298,7 @@ def test_the_command_prints_ratios_and_writes_every_round(tmp_path, capsys):
         (["mixupp"], "did you mean 'mixup'?"),
         (["--batch-size", "7"], "must be even"),
         (["--seconds", "0"], "--seconds: must be above 0"),
-        (["--samples", "8"], "--samples: must be at least a batch of 256"),
+        (["--samples", "8"], "--samples: must be at least a batch of 64"),
         (["--model", "resnet1", "--samples", "256"], "timm has no architecture 'resnet1'"),
         (["--precision", "int8"], "invalid choice"),
     ],

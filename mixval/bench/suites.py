@@ -1,5 +1,6 @@
 """Named benchmarks: what is run side by side, and what is claimed of it."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from mixval.bench.case import Case, Steps
 from mixval.bench.measure import Quotient, Ratio, Times, interleaved, ratio
 from mixval.bench.ours import guided_job, mixup_job, our_loop, regmixup_job
 
+log = logging.getLogger(__name__)
 WIDTH = 0.03  # of an interval that is narrow enough
 _ROUNDS = 12  # rounds that the budget should allow for
 _MAX_ROUNDS = 10_000
@@ -134,6 +136,7 @@ def _speed(one: str, other: str, *, at_least: float) -> Claim:
 def run(name: str, case: Case, seconds: float) -> Result:
     """Measure a suite for about that many seconds, or until its intervals are narrow."""
     suite = SUITES[name](case)
+    log.info("%s: %s: measuring", name, case.name)
     turns = {candidate: steps(1) for candidate, steps in suite.candidates.items()}  # warms up, too
     share = seconds / _ROUNDS / len(turns)
     count = max(1, round(share / max(turns.values())))
@@ -156,6 +159,7 @@ def fastest(
         for batchwise in (False, True)
         for workers in loops.WORKERS
     }
+    log.info("%s: %s: trying settings", library, case.name)
     # Halved until one is left, with more steps as there are fewer: the slow ones are found soon.
     for steps, left in ((1, 3), (3, 1)):
         times = interleaved({name: partial(loop, steps) for name, loop in settings.items()}, 2)
