@@ -35,7 +35,11 @@ VERBS = {
     "looking around": {
         "list": "show recipes and the options of every choice, with their parameters",
     },
+    "measuring": {
+        "bench": "training speed beside the machine's limit and other libraries, as ratios",
+    },
 }
+BENCH_SUITES = ("mixup", "guided")  # of mixval.bench.suites, named here without loading torch
 CHOICE_MODULES = (
     "alpha_schedules",
     "augmentations",
@@ -133,6 +137,32 @@ def _list(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
                 print(f"  {option.signature}\n      {option.summary}")
 
 
+def _bench(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
+    suites = choose.subset("bench", arguments.suites or None, BENCH_SUITES)
+    for flag, numbers in (
+        ("batch-size", arguments.batch_size),
+        ("seconds", [arguments.seconds]),
+        ("samples", [arguments.samples]),
+        ("threads", [] if arguments.threads is None else [arguments.threads]),
+    ):
+        if not all(0 < number < float("inf") for number in numbers):
+            raise UserError(f"--{flag}: must be above 0, got {min(numbers)}")
+    from mixval.bench.report import run_all
+
+    run_all(
+        suites,
+        models=arguments.models,
+        batch_sizes=arguments.batch_size,
+        seconds=arguments.seconds,
+        threads=arguments.threads,
+        device=arguments.device,
+        precision=arguments.precision,
+        samples=arguments.samples,
+        file=None if arguments.json is None else Path(arguments.json),
+        say=_say_nothing if arguments.quiet else _say,
+    )
+
+
 # -- parsing ------------------------------------------------------------------------------
 
 
@@ -226,7 +256,50 @@ def _add_list_arguments(parser: argparse.ArgumentParser, words: list[str]) -> No
     parser.add_argument("what", nargs="*", help="recipes, or a choice module (default: everything)")
 
 
-_ADD_ARGUMENTS = {"report": _add_report_arguments, "list": _add_list_arguments}
+def _add_bench_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    parser.set_defaults(command=_bench)
+    add = parser.add_argument
+    add("suites", nargs="*", help=f"of {', '.join(BENCH_SUITES)} (default: all)")
+    add(
+        "--model",
+        nargs="+",
+        dest="models",
+        default=["conv_net"],
+        metavar="MODEL",
+        help="of mixval list models, or of timm, such as resnet18 (default: conv_net)",
+    )
+    add(
+        "--batch-size",
+        nargs="+",
+        type=int,
+        default=[64],
+        metavar="N",
+        help="samples per step (default: 64)",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=20.0,
+        metavar="N",
+        help="for each suite, model and batch size; at least six rounds (default: 20)",
+    )
+    add("--threads", type=int, metavar="N", help="threads of torch (default: one per core)")
+    add("--device", default="auto", metavar="X", help="auto, cpu, cuda, mps (default: auto)")
+    add(
+        "--precision",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="of every loop (default: bf16)",
+    )
+    add("--samples", type=int, default=50_000, metavar="N", help="images (default: 50000)")
+    add("--json", metavar="FILE", help="write every round and ratio there")
+
+
+_ADD_ARGUMENTS = {
+    "report": _add_report_arguments,
+    "list": _add_list_arguments,
+    "bench": _add_bench_arguments,
+}
 
 
 def _sections() -> Iterator[tuple[str, str, list[tuple[str, FieldInfo]]]]:
