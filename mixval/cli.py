@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mixval import choose
+from mixval.dataset_facts import data_root, describe
 from mixval.errors import UserError, exit_state
 from mixval.recipe import Arm, Choice, Panel, Recipe, Teacher
 from mixval.recipe_loading import PACKAGED, load_recipe, packaged_recipes, parse_yaml
@@ -32,6 +33,7 @@ VERBS = {
         "report": "write the report of a run again, from its files",
     },
     "looking around": {
+        "datasets": "show the named datasets: size, licence, and whether they are here",
         "list": "show recipes and the options of every choice, with their parameters",
     },
 }
@@ -130,6 +132,15 @@ def _list(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
                 print(f"  {option.signature}\n      {option.summary}")
 
 
+def _datasets(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
+    rows = describe(data_root(arguments.root))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+    print("Your own: image_folder, npz, and any torch Dataset by mixval.from_dataset.")
+
+
 # -- parsing ------------------------------------------------------------------------------
 
 
@@ -223,7 +234,16 @@ def _add_list_arguments(parser: argparse.ArgumentParser, words: list[str]) -> No
     parser.add_argument("what", nargs="*", help="recipes, or a choice module (default: everything)")
 
 
-_ADD_ARGUMENTS = {"report": _add_report_arguments, "list": _add_list_arguments}
+def _add_datasets_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    parser.set_defaults(command=_datasets)
+    parser.add_argument("--root", metavar="DIR", help="where datasets lie (default: $MIXVAL_DATA)")
+
+
+_ADD_ARGUMENTS = {
+    "datasets": _add_datasets_arguments,
+    "list": _add_list_arguments,
+    "report": _add_report_arguments,
+}
 
 
 def _sections() -> Iterator[tuple[str, str, list[tuple[str, FieldInfo]]]]:

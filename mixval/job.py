@@ -37,7 +37,9 @@ def run_job(
     store.check(recipe)
 
     from mixval.engine import num_workers
+    from mixval.sources import forget_sources
 
+    forget_sources()
     settings = recipe.engine
     workers = num_workers(settings.device, settings.workers, len(over) * len(recipe.seeds))
     work = Work(recipe, store, stage, with_replayed(recipe, chosen), over, workers)

@@ -1,0 +1,50 @@
+"""Where a named dataset lies: found below the root, fetched, or refused with what to put where."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from mixval.dataset_facts import ROOT, data_root, find, what_is_missing
+from mixval.errors import UserError
+
+
+def locate(name: str, root: str | None, download: bool, fetch: Callable[[Path], object]) -> Path:
+    """Return the path of the dataset's folder or pack; `fetch` downloads it below the root."""
+    folder = data_root(root)
+    if not download:
+        found = find(name, folder)
+        if found is None:
+            below = "" if folder is None else f" under {str(folder)!r}"
+            missing = what_is_missing(name, folder)
+            raise UserError(f"data.source.root: no {name}{below}; {missing}, or download: true")
+        return found
+    if folder is None:
+        raise UserError(f"data.source.root: must say where to download {name} to (or set {ROOT})")
+    folder.mkdir(parents=True, exist_ok=True)
+    # Seeds run in processes of their own: one fetches, the others wait and find it.
+    with FileLock(folder / f".mixval-{name}.lock"):
+        found = find(name, folder)
+        if found is None:
+            _fetch(name, folder, fetch)
+            found = find(name, folder)
+    if found is None:
+        raise UserError(f"{folder}: {name} was fetched but is not there; delete what is, try again")
+    return found
+
+
+def _fetch(name: str, folder: Path, fetch: Callable[[Path], object]) -> None:
+    try:
+        fetch(folder)
+    except (OSError, RuntimeError) as error:  # no network, a wrong checksum, a full disk
+        reason = " ".join(str(error).split())
+        missing = what_is_missing(name, folder)
+        raise UserError(
+            f"data.source.download: {name} could not be fetched ({reason}); {missing}"
+        ) from error
+
+
+def damaged(path: Path | str, why: object) -> UserError:
+    """Return the refusal of a copy that is not what it should be."""
+    reason = " ".join(str(why).split())
+    return UserError(f"{path}: damaged or incomplete ({reason}); delete it and get it again")
