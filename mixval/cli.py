@@ -133,7 +133,9 @@ def _list(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
 
 
 def _datasets(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
-    rows = describe(data_root(arguments.root))
+    root = data_root(arguments.root)
+    print(f"below {root}" if root is not None else "no folder given by --root or MIXVAL_DATA")
+    rows = describe(root)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

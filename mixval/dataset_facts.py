@@ -88,14 +88,11 @@ def find(name: str, root: Path | None) -> Path | None:
     return next((place for place in places if place.exists()), None)
 
 
-def what_is_missing(name: str, root: Path | None) -> str:
-    """Return, as the end of a sentence, what to put where."""
+def wanted(name: str) -> str:
+    """Return what below the root makes the dataset present."""
     facts = FACTS[name]
-    wanted = " or ".join((facts.plain, *facts.packed[-1:]))
-    debian = ", install Debian's dataset-fashion-mnist" if facts.system else ""
-    if root is None:
-        return f"put {wanted} into a folder and name it by root or {ROOT}{debian}"
-    return f"put {wanted} there, name another folder by root or {ROOT}{debian}"
+    debian = " or, anywhere, Debian's dataset-fashion-mnist" if facts.system else ""
+    return " or ".join((facts.plain, *facts.packed)) + debian
 
 
 def describe(root: Path | None) -> list[tuple[str, ...]]:
@@ -104,11 +101,11 @@ def describe(root: Path | None) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [heads]
     for name, facts in sorted(FACTS.items()):
         found = find(name, root)
-        there = str(found) if found is not None else f"no: {what_is_missing(name, root)}"
+        there = str(found) if found is not None else f"no: put {wanted(name)} there"
         if name == "digits":
             there = "comes with scikit-learn"
         if name == "tiny_imagenet" and found is not None and found.is_file():
             there += " (a part)"
-        counts = (str(count or "-") for count in (facts.train, facts.val, facts.test))
+        counts = (f"{count:,}" if count else "-" for count in (facts.train, facts.val, facts.test))
         rows.append((name, str(facts.classes), *counts, facts.pixels, facts.licence, there))
     return rows

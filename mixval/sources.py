@@ -54,7 +54,8 @@ def place_images(source: Source, images: str) -> Source:
     streamed = {name: part for name, part in parts.items() if part.streams}
     num_bytes = sum(math.prod(part.images.shape) for part in streamed.values())
     if images == "memory" or (images == "auto" and num_bytes <= IN_MEMORY):
-        return replace(source, **{name: _decoded(part) for name, part in streamed.items()})
+        held = {**parts, **{name: _decoded(part) for name, part in streamed.items()}}
+        return Source(held["train"], held.get("test"), source.classes, held.get("val"))
     for part in streamed.values():
         for decoder in part.images.decoders if isinstance(part.images, StreamedImages) else ():
             if isinstance(decoder, ImageFiles):

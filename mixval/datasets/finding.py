@@ -1,11 +1,12 @@
 """Where a named dataset lies: found below the root, fetched, or refused with what to put where."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
 
-from mixval.dataset_facts import ROOT, data_root, find, what_is_missing
+from mixval.dataset_facts import ROOT, data_root, find, wanted
 from mixval.errors import UserError
 
 
@@ -15,12 +16,16 @@ def locate(name: str, root: str | None, download: bool, fetch: Callable[[Path], 
     if not download:
         found = find(name, folder)
         if found is None:
-            below = "" if folder is None else f" under {str(folder)!r}"
-            missing = what_is_missing(name, folder)
-            raise UserError(f"data.source.root: no {name}{below}; {missing}, or download: true")
+            missing = f"no {name} under {str(folder)!r}; put {wanted(name)} there"
+            if folder is None:
+                missing = f"not given; give a folder with {wanted(name)}"
+            raise UserError(f"data.source.root: {missing}, set {ROOT}, or download: true")
         return found
     if folder is None:
         raise UserError(f"data.source.root: must say where to download {name} to (or set {ROOT})")
+    found = find(name, folder)
+    if found is not None and not os.access(folder, os.W_OK):
+        return found  # on a disk that nobody can be fetching to
     folder.mkdir(parents=True, exist_ok=True)
     # Seeds run in processes of their own: one fetches, the others wait and find it.
     with FileLock(folder / f".mixval-{name}.lock"):
@@ -38,9 +43,9 @@ def _fetch(name: str, folder: Path, fetch: Callable[[Path], object]) -> None:
         fetch(folder)
     except (OSError, RuntimeError) as error:  # no network, a wrong checksum, a full disk
         reason = " ".join(str(error).split())
-        missing = what_is_missing(name, folder)
         raise UserError(
-            f"data.source.download: {name} could not be fetched ({reason}); {missing}"
+            f"data.source.download: {name} could not be fetched to {str(folder)!r} ({reason}); "
+            f"put {wanted(name)} there"
         ) from error
 
 

@@ -69,8 +69,8 @@ def _fold(pack: Pack, path: Path, fold: int) -> Tensor:
     try:
         line = pack.raw["fold_indices.txt"].decode().splitlines()[fold]
         places = sorted({int(word) for word in line.split()})
-        if len(places) != 1000 or not 0 <= places[0] < places[-1] < len(pack.train):
-            raise ValueError(f"fold {fold} is not 1000 of the 5000 train images")
+        if 5 * len(places) != len(pack.train) or places[0] < 0 or places[-1] >= len(pack.train):
+            raise ValueError(f"fold {fold} is not a fifth of the train images")
     except (KeyError, IndexError, ValueError) as error:
         raise damaged(path, f"fold_indices.txt: {error}") from error
     return torch.tensor(places)
