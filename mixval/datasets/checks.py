@@ -21,7 +21,8 @@ def checked(source: Source, where: Path | str) -> Source:
     """Return the source if a network can learn from it; refuse it by name otherwise."""
     parts, classes = parts_of(source), len(source.classes)
     if classes < 2:
-        raise UserError(f"{where}: must have 2 or more classes; there is one class only")
+        found = "one class only" if classes else "no class"
+        raise UserError(f"{where}: must have 2 or more classes; there is {found}")
     for name, part in parts.items():
         if not len(part):
             raise UserError(f"{where}: the {name} split has no image")

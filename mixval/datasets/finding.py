@@ -41,7 +41,7 @@ def locate(name: str, root: str | None, download: bool, fetch: Callable[[Path], 
 def _fetch(name: str, folder: Path, fetch: Callable[[Path], object]) -> None:
     try:
         fetch(folder)
-    except (OSError, RuntimeError) as error:  # no network, a wrong checksum, a full disk
+    except Exception as error:  # no network, a wrong checksum, a cut archive, a full disk
         reason = " ".join(str(error).split())
         raise UserError(
             f"data.source.download: {name} could not be fetched to {str(folder)!r} ({reason}); "

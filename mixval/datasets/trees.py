@@ -1,5 +1,7 @@
 """Files in a folder or in a packed archive, read the same way."""
 
+import io
+import lzma
 import os
 import tarfile
 from pathlib import Path
@@ -43,13 +45,15 @@ class Folder:
 
 
 class Archive:
-    """The files of a small tar archive, held in memory: nothing is unpacked to disk."""
+    """The files of a small .tar.xz archive, held in memory: nothing is unpacked to disk."""
 
     def __init__(self, path: Path, start: str) -> None:
         self.path = path
         self.files: dict[str, bytes] = {}
         try:
-            with tarfile.open(path) as opened:
+            # All of it first: that is what compares the checksum of the compressed data.
+            whole = io.BytesIO(lzma.decompress(path.read_bytes()))
+            with tarfile.open(fileobj=whole) as opened:
                 for member in opened:
                     content = opened.extractfile(member) if member.isfile() else None
                     if content is not None and member.name.startswith(f"{start}/"):
