@@ -25,8 +25,9 @@ _CHUNK = 64  # images that one thread decodes at a time
 
 def load_source(name: str, parameters: dict[str, Any], images: str) -> Source:
     """Return the dataset with its images where they shall be; damaged files are refused now."""
-    files = [Path(value) for value in parameters.values() if isinstance(value, str)]
-    stamps = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.exists()]
+    given = [value for value in parameters.values() if isinstance(value, str)]
+    files = [Path(value) for value in given if os.path.exists(value)]
+    stamps = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
     code = choose.own_code({"name": name})
     state = repr([os.getcwd(), os.environ.get(ROOT), stamps, code])  # what else may change it
     return _load(name, json.dumps(parameters, sort_keys=True), images, state)

@@ -1,5 +1,6 @@
 """Datasets are loaded once, into memory or decoded when needed; damage is found before training."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import miniatures
@@ -9,10 +10,11 @@ import torch
 
 from mixval import sources
 from mixval.datasets import digits, image_folder
+from mixval.datasets.checks import checked
 from mixval.errors import UserError
 from mixval.sources import forget_sources, load_source, place_images
 from mixval.splits import load_splits
-from mixval.types import Part
+from mixval.types import Part, Source
 
 
 @pytest.fixture
@@ -107,6 +109,29 @@ def test_the_root_in_the_environment_is_part_of_what_is_remembered(tmp_path, mon
         monkeypatch.setenv("MIXVAL_DATA", str(root))
         loaded.append(load_source("caltech101", {"size": 8}, "auto"))
     assert loaded[0].train.fingerprint != loaded[1].train.fingerprint
+
+
+BAD_SOURCES = {
+    "float images": ({"images": torch.zeros(4, 1, 2, 2)}, "must be uint8"),
+    "flat images": ({"images": torch.zeros(4, 2, dtype=torch.uint8)}, "(N, C, H, W)"),
+    "too few labels": ({"labels": torch.tensor([0, 1])}, "int64 label and an id"),
+    "int32 labels": ({"labels": torch.tensor([0, 1, 0, 1], dtype=torch.int32)}, "int64 label"),
+    "label out of range": ({"labels": torch.tensor([0, 1, 0, 2])}, "among the 2 classes, got 2"),
+    "negative label": ({"labels": torch.tensor([0, 1, 0, -1])}, "among the 2 classes, got -1"),
+    "empty class": ({"labels": torch.tensor([0, 0, 0, 0])}, "class b has no image in train"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SOURCES)
+def test_sources_of_own_functions_are_checked(case):
+    changes, fragment = BAD_SOURCES[case]
+    good = Part(
+        torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1, 0, 1]), torch.arange(4)
+    )
+    checked(Source(good, None, ("a", "b")), "mine")
+    with pytest.raises(UserError) as caught:
+        checked(Source(replace(good, **changes), None, ("a", "b")), "mine")
+    assert str(caught.value).startswith("mine: ") and fragment in str(caught.value)
 
 
 def test_an_option_that_returns_no_source_is_refused(tmp_path, monkeypatch):

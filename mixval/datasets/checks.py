@@ -26,8 +26,7 @@ def checked(source: Source, where: Path | str) -> Source:
     for name, part in parts.items():
         if not len(part):
             raise UserError(f"{where}: the {name} split has no image")
-        if len(part.images.shape) != 4:
-            raise UserError(f"{where}: {name} images must be (N, C, H, W), got {part.images.shape}")
+        _check_kind(part, name, where)
         wrong = part.labels[(part.labels < 0) | (part.labels >= classes)]
         if len(wrong):
             raise UserError(
@@ -45,6 +44,16 @@ def checked(source: Source, where: Path | str) -> Source:
     ids = torch.cat([part.ids for part in parts.values()])
     assert len(set(ids.tolist())) == len(ids), "two samples share an id"
     return source
+
+
+def _check_kind(part: Part, name: str, where: Path | str) -> None:
+    shape = tuple(part.images.shape)
+    if len(shape) != 4 or (isinstance(part.images, Tensor) and part.images.dtype != torch.uint8):
+        raise UserError(f"{where}: {name} images must be uint8 (N, C, H, W), got {shape}")
+    if part.labels.dtype != torch.int64 or not len(part.labels) == len(part.ids) == shape[0]:
+        raise UserError(
+            f"{where}: {name} needs an int64 label and an id for each of {shape[0]} images"
+        )
 
 
 def whole(source: Source, where: Path | str, facts: Facts, digest: str) -> Source:
