@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mixval.compare import Interval, mean_interval, paired_difference
     from mixval.job import run_job as run
     from mixval.mixing import draw_plan, mix, mixed_targets
+    from mixval.own_dataset import from_dataset
     from mixval.posteriors import ensemble, point
     from mixval.recipe import Recipe
     from mixval.recipe_loading import load_recipe, make_recipe
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "compare": ("Interval", "mean_interval", "paired_difference"),
     "mixing": ("draw_plan", "mix", "mixed_targets"),
+    "own_dataset": ("from_dataset",),
     "posteriors": ("ensemble", "point"),
     "recipe": ("Recipe",),
     "recipe_loading": ("load_recipe", "make_recipe"),
@@ -48,6 +50,7 @@ __all__ = [
     "Store",
     "draw_plan",
     "ensemble",
+    "from_dataset",
     "load_recipe",
     "make_recipe",
     "mean_interval",

@@ -1,6 +1,6 @@
 """Name -> function of a choice module, and what its parameters may be.
 
-A choice module lists its options in `__all__`. Their signatures are read from the
+A choice module (or package) lists its options in `__all__`. Their signatures are read from the
 source, not by importing it, so that a recipe is checked (names, parameters, ranges)
 before torch is loaded. An option of the user's own is `module:function`.
 """
@@ -82,9 +82,16 @@ def option(module: str, name: str) -> Option:
 @functools.cache
 def options(module: str) -> dict[str, Option]:
     """Return the options of `mixval.<module>` by name."""
-    path = Path(__file__).parent / f"{module}.py"
-    functions = _functions(path)
-    return {name: _option(functions[name]) for name in _exported(path)}
+    folder = Path(__file__).parent / module
+    if not folder.is_dir():
+        return _options(folder.with_suffix(".py"), [])
+    return _options(folder / "__init__.py", sorted(folder.glob("*.py")))
+
+
+def _options(home: Path, files: list[Path]) -> dict[str, Option]:
+    """Return what `home` exports, written in it or, if it is a package, in its files."""
+    functions = {key: node for path in [*files, home] for key, node in _functions(path).items()}
+    return {name: _option(functions[name]) for name in _exported(home)}
 
 
 def pick(module: str, name: str, parameters: dict[str, Any]) -> Callable[..., Any]:

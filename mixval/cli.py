@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mixval import choose
+from mixval.dataset_facts import data_root, describe
 from mixval.errors import Interrupted, UserError, exit_state
 from mixval.recipe import Arm, Choice, Panel, Recipe, Teacher
 from mixval.recipe_loading import PACKAGED, load_recipe, packaged_recipes, parse_yaml
@@ -33,6 +34,7 @@ VERBS = {
         "report": "write the report of a run again, from its files",
     },
     "looking around": {
+        "datasets": "show the named datasets: size, licence, and whether they are here",
         "list": "show recipes and the options of every choice, with their parameters",
     },
     "measuring": {
@@ -161,6 +163,17 @@ def _bench(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
         file=None if arguments.json is None else Path(arguments.json),
         say=_say_nothing if arguments.quiet else _say,
     )
+
+
+def _datasets(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
+    root = data_root(arguments.root)
+    print(f"below {root}" if root is not None else "no folder given by --root or MIXVAL_DATA")
+    rows = describe(root)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+    print("Your own: image_folder, npz, and any torch Dataset by mixval.from_dataset.")
 
 
 # -- parsing ------------------------------------------------------------------------------
@@ -295,10 +308,16 @@ def _add_bench_arguments(parser: argparse.ArgumentParser, words: list[str]) -> N
     add("--json", metavar="FILE", help="write every round and ratio there")
 
 
+def _add_datasets_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    parser.set_defaults(command=_datasets)
+    parser.add_argument("--root", metavar="DIR", help="where datasets lie (default: $MIXVAL_DATA)")
+
+
 _ADD_ARGUMENTS = {
-    "report": _add_report_arguments,
-    "list": _add_list_arguments,
     "bench": _add_bench_arguments,
+    "datasets": _add_datasets_arguments,
+    "list": _add_list_arguments,
+    "report": _add_report_arguments,
 }
 
 

@@ -41,8 +41,10 @@ def run_job(
 
     from mixval.engine import num_workers, resolve_device
     from mixval.processes import start_processes
+    from mixval.sources import forget_sources
     from mixval.tuning import tuned
 
+    forget_sources()
     settings = recipe.engine
     processes = start_processes(resolve_device(settings.device))
     workers = num_workers(settings.device, settings.workers, len(over) * len(recipe.seeds))

@@ -94,6 +94,11 @@ class Data(Section):
     source: Annotated[Choice, option_of("datasets")] = Field(
         Choice(name="digits"), description="dataset (mixval list datasets)"
     )
+    images: Literal["auto", "memory", "stream"] = Field(
+        "auto",
+        description="image files all in memory or decoded when needed (auto: memory up to 4 GB); "
+        "arrays always are in memory",
+    )
     train: Count | None = Field(None, description="train samples; all that are left if not given")
     val_f: Count = Field(200, description="samples where failures come from")
     val_dev: Count = Field(200, description="samples for curves and tuning; nothing trains on them")

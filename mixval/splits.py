@@ -1,5 +1,6 @@
 """Divide a dataset for one seed: train, val_f, val_dev and test, with label noise in train."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,9 @@ from mixval.errors import UserError
 from mixval.seeding import generator
 from mixval.types import Part, Source, Splits
 
-_MEASURED = 5000  # images that mean and standard deviation of the pixels are taken from
+# Mean and standard deviation of the pixels are taken from at most so many images, and of
+# large ones from as many as have that many values, but 200 at least.
+_MEASURED, _MEASURED_VALUES = 5000, 2 * 10**7
 
 
 def load_splits(
@@ -93,7 +96,9 @@ def _take_stratified(rng: np.random.Generator, part: Part, count: int) -> tuple[
 
 def _pixel_statistics(part: Part) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel, over evenly spaced images."""
-    places = np.linspace(0, len(part) - 1, min(len(part), _MEASURED)).astype(np.int64)
+    enough = max(200, _MEASURED_VALUES // math.prod(part.images.shape[1:]))
+    count = min(len(part), _MEASURED, enough)
+    places = np.linspace(0, len(part) - 1, count).astype(np.int64)
     pixels = part.images[torch.from_numpy(places)].double() / 255
     mean = pixels.mean((0, 2, 3)).float()
     std = pixels.std((0, 2, 3)).float().clamp_min(1e-6)

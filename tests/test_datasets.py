@@ -197,11 +197,11 @@ BAD_ARRAYS = {
     ),
     "test of another shape": (
         {"images_test": np.zeros((4, 7, 7), np.uint8), "labels_test": np.arange(4) % 3},
-        "images_test",
+        "test images are",
     ),
     "test of other channels": (
         {"images_test": np.zeros((4, 5, 6, 3), np.uint8), "labels_test": np.arange(4) % 3},
-        "images_test",
+        "test images are",
     ),
 }
 

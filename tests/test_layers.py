@@ -16,13 +16,24 @@ CHOICES = frozenset(CHOICE_MODULES)
 
 # From the bottom up. A module imports from the layers below its own, never from beside it.
 LAYERS: list[set[str]] = [
-    {"bounds", "errors", "fingerprints", "environment", "compare"},
+    {"bounds", "dataset_facts", "errors", "fingerprints", "environment", "compare"},
     {"choose", "seeding", "files"},
     {"types", "processes", "epoch_file", "checkpoints", "recipe_errors", "moments"},
     {"recipe", "recipe_rules"},
     {"recipe_loading", "optimisers", "engine", "record"},
+    {"datasets.finding"},  # what the options of a package share, below them
+    {"datasets.checks", "datasets.packs", "datasets.trees"},
+    {"datasets.decoding"},
+    {
+        "datasets.arrays",
+        "datasets.cifar",
+        "datasets.fashion",
+        "datasets.folders",
+        "datasets.photos",
+        "datasets.stl",
+    },
     {*CHOICES, "external", "store", "score_store", "splits"},
-    {"mixing", "rhat", "results", "work"},
+    {"mixing", "own_dataset", "rhat", "results", "sources", "work"},
     {"metrics", "objectives", "feeding", "report"},
     {"guidance", "report.render"},
     {"training_job"},
@@ -55,6 +66,7 @@ LAYERS: list[set[str]] = [
 # The tower that works before torch is loaded: it sees only itself.
 TORCH_FREE = {
     "bounds",
+    "dataset_facts",
     "errors",
     "fingerprints",
     "environment",
@@ -180,16 +192,40 @@ def test_imports_point_down_only():
     assert not upward, shown(upward)
 
 
+def choice_of(module: str) -> str:
+    """Return the choice module that a module is, or is a file of; "" if of none."""
+    first = module.split(".")[0]
+    return first if first in CHOICES else ""
+
+
+# Of the imports of choice modules those that leave it; files of one package share helpers.
+OF_CHOICES = [
+    item for item in IMPORTS if choice_of(item.importer) not in ("", choice_of(item.imported))
+]
+
+
 def test_choice_modules_never_import_each_other():
-    siblings = [item for item in IMPORTS if {item.importer, item.imported} <= CHOICES]
+    siblings = [item for item in OF_CHOICES if choice_of(item.imported)]
     assert not siblings, shown(siblings)
 
 
 def test_choice_modules_stand_on_the_lowest_layers():
-    allowed = {"bounds", "choose", "errors", "seeding", "types"}
-    others = [item for item in IMPORTS if item.importer in CHOICES]
-    wrong = [item for item in others if item.imported not in allowed]
+    allowed = {"bounds", "choose", "dataset_facts", "errors", "fingerprints", "seeding", "types"}
+    wrong = [item for item in OF_CHOICES if item.imported not in allowed]
     assert not wrong, shown(wrong)
+    assert {item.importer for item in OF_CHOICES} >= {"losses", "datasets.cifar"}
+
+
+def test_a_choice_package_is_reached_through_its_front():
+    # Others use its options by name. What makes sources of one's own uses its checks.
+    inside = [
+        item
+        for item in IMPORTS
+        if "." in item.imported
+        and choice_of(item.imported)
+        and choice_of(item.importer) != choice_of(item.imported)
+    ]
+    assert {item.importer for item in inside} == {"own_dataset", "sources"}, shown(inside)
 
 
 def test_plots_see_only_the_nouns():

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from mixval import choose
 from mixval.engine import Engine
 from mixval.errors import UserError
 from mixval.mixing import RowMaker
 from mixval.recipe import Data, Recipe
+from mixval.sources import load_source
 from mixval.splits import load_splits
 from mixval.store import Artifact, Store
 from mixval.training_job import Watch
@@ -39,7 +39,7 @@ class Cell:
     @cached_property
     def splits(self) -> Splits:
         data = self.data
-        source = choose.pick("datasets", data.source.name, data.source.parameters)()
+        source = load_source(data.source.name, data.source.parameters, data.images)
         splits = load_splits(
             source,
             seed=self.seed,

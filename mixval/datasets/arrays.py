@@ -1,14 +1,13 @@
-"""Name -> labelled images, as they come; `splits.py` divides them for one seed."""
+"""Arrays: scikit-learn's digits, and one's own in an .npz file."""
 
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from mixval.datasets.checks import checked, count_classes
 from mixval.errors import UserError
 from mixval.types import Part, Source
-
-__all__ = ["digits", "npz"]
 
 
 def digits() -> Source:
@@ -28,16 +27,8 @@ def npz(*, path: str) -> Source:
     test = None
     if "images_test" in arrays:
         test = _part(arrays["images_test"], arrays["labels_test"], len(train), path)
-        if test.images.shape[1:] != train.images.shape[1:]:
-            raise UserError(f"{path}: images_test must have the size and channels of images")
-    count = int(train.labels.max()) + 1
-    empty = sorted(set(range(min(count, len(train) + 1))) - set(train.labels.tolist()))
-    if empty or count < 2:
-        found = f"class {empty[0]} has no image" if empty else "there is one class only"
-        raise UserError(f"{path}: labels must be 0 to K-1 with K of 2 or more; {found}")
-    if test is not None and int(test.labels.max()) >= count:
-        raise UserError(f"{path}: labels_test must be among the {count} classes of labels")
-    return Source(train, test, tuple(str(k) for k in range(count)))
+    count = count_classes(train.labels, path)
+    return checked(Source(train, test, tuple(str(k) for k in range(count))), path)
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -65,8 +56,6 @@ def _part(images: np.ndarray, labels: np.ndarray, first_id: int, path: str) -> P
         raise UserError(
             f"{path}: labels must be integers ({len(images)},), got {labels.dtype} {labels.shape}"
         )
-    if labels.min() < 0:
-        raise UserError(f"{path}: labels must be >= 0, got {labels.min()}")
     pixels = torch.from_numpy(images if images.ndim == 4 else images[..., None])
     ids = torch.arange(first_id, first_id + len(labels))
     return Part(pixels.permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels).long(), ids)
