@@ -41,14 +41,41 @@ def conv_net(shape: Shape, num_classes: int, *, width: Count = 64) -> nn.Module:
 
 
 def timm(
-    shape: Shape, num_classes: int, *, architecture: str, drop_rate: BelowOne = 0.0
+    shape: Shape,
+    num_classes: int,
+    *,
+    architecture: str,
+    drop_rate: BelowOne = 0.0,
+    small_images: bool = False,
 ) -> nn.Module:
-    """Return the model of that name from timm, without pretrained weights."""
+    """Return timm's model of that name, untrained; `small_images` begins with stride 1."""
     import timm as library
 
     if not library.is_model(architecture):
         hint = nearest(architecture, library.list_models())
         raise UserError(f"model: timm has no architecture {architecture!r}; {hint}")
-    return library.create_model(
+    network: nn.Module = library.create_model(
         architecture, num_classes=num_classes, in_chans=shape[0], drop_rate=drop_rate
     )
+    return _for_small_images(network, architecture) if small_images else network
+
+
+def _for_small_images(network: nn.Module, architecture: str) -> nn.Module:
+    """Keep the resolution at the start: strides made for 224 pixels leave nothing of 32.
+
+    As everybody does on CIFAR: a ResNet begins with 3x3 instead of 7x7 and does not pool, an
+    EfficientNet's first convolution has stride 1.
+    """
+    first, stem = getattr(network, "conv1", None), getattr(network, "conv_stem", None)
+    if isinstance(first, nn.Conv2d) and hasattr(network, "maxpool"):
+        smaller = nn.Conv2d(first.in_channels, first.out_channels, 3, padding=1, bias=False)
+        nn.init.kaiming_normal_(smaller.weight, mode="fan_out", nonlinearity="relu")
+        network.conv1, network.maxpool = smaller, nn.Identity()
+    elif isinstance(stem, nn.Conv2d):
+        stem.stride = (1, 1)
+    else:
+        raise UserError(
+            f"model.small_images: must be false for {architecture!r}: "
+            "only ResNets and EfficientNets are known to begin in a way that can be changed"
+        )
+    return network

@@ -22,7 +22,7 @@ def load_recipe(source: str, overrides: Mapping[str, Any] | None = None) -> Reci
 
     Only the overrides may name code (`module:function`), never the file.
     """
-    described = read_yaml(_find(source))
+    described = _read_extended(_find(source))
     # `x.name` first: it exchanges the option, and with it the parameters given beside it.
     for key, value in sorted((overrides or {}).items(), key=lambda item: item[0][-5:] != ".name"):
         _lay_over(described, key, value)
@@ -72,7 +72,40 @@ def recorded_recipe(path: Path) -> Recipe:
 
 
 def packaged_recipes() -> list[str]:
-    return sorted(path.stem for path in PACKAGED.glob("*.yaml"))
+    """Return the names of the recipes to run; one that begins with _ is there to be extended."""
+    return sorted(path.stem for path in PACKAGED.glob("[!_]*.yaml"))
+
+
+def _read_extended(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return a file's mapping laid over that of the recipe it `extends`, and so on."""
+    described = read_yaml(path)
+    if "extends" not in described:
+        return described
+    source = described.pop("extends")
+    if not isinstance(source, str):
+        raise UserError(f"{path}: extends: must be a packaged recipe or a file, got {source!r}")
+    beside = path.parent / source
+    parent = beside if beside.is_file() else _find(source)
+    if parent in (path, *chain):
+        raise UserError(f"{path}: extends: goes round in a circle through {source!r}")
+    return _extended(_read_extended(parent, (path, *chain)), described)
+
+
+def _extended(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return nested mappings with changes laid over them; null removes a named arm or teacher.
+
+    A mapping with a name is an option with its parameters, and replaces the one before.
+    """
+    extended = dict(base)
+    for key, value in changes.items():
+        before = extended.get(key)
+        if value is None and isinstance(before, dict):
+            del extended[key]
+        elif isinstance(value, dict) and isinstance(before, dict) and "name" not in value:
+            extended[key] = _extended(before, value)
+        else:
+            extended[key] = value
+    return extended
 
 
 def _find(source: str) -> Path:
