@@ -12,28 +12,27 @@ from mixval.types import ScoreTable
 
 _PROVENANCE = b"mixval"
 _GROUP = 1 << 16  # rows that are compressed together
-_WHOLE = {"epoch", "row", "i", "j", "label_i", "label_j"}
-_FIELDS = [(name, pa.int64() if name in _WHOLE else pa.float64()) for name in ScoreTable.columns()]
 
 
 class ScoreWriter:
-    """Write tables one after the other into one file, in groups of rows worth compressing."""
+    """Write tables one after the other into one file, in groups of rows worth compressing.
+
+    Columns keep the types that the first table has.
+    """
 
     def __init__(self, path: Path, provenance: dict[str, str]) -> None:
-        self.path, self.held, self.count = path, list[ScoreTable](), 0
-        described = {_PROVENANCE: json.dumps(provenance, sort_keys=True).encode()}
-        self.schema = pa.schema(_FIELDS, metadata=described)
+        self.path, self.provenance = path, provenance
+        self.file: pq.ParquetWriter | None = None
+        self.held, self.count = list[ScoreTable](), 0
 
     def __enter__(self) -> "ScoreWriter":
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = pq.ParquetWriter(
-            self.path, self.schema, compression="zstd", write_page_checksum=True
-        )
         return self
 
     def __exit__(self, *_: object) -> None:
         self._flush()
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
 
     def write(self, table: ScoreTable) -> None:
         self.held.append(table)
@@ -42,12 +41,19 @@ class ScoreWriter:
             self._flush()
 
     def _flush(self) -> None:
-        if self.held:
-            columns = {
-                name: np.concatenate([getattr(table, name) for table in self.held])
-                for name in ScoreTable.columns()
-            }
-            self.file.write_table(pa.table(columns, schema=self.schema))
+        if not self.held:
+            return
+        columns = {
+            name: np.concatenate([getattr(table, name) for table in self.held])
+            for name in ScoreTable.columns()
+        }
+        described = {_PROVENANCE: json.dumps(self.provenance, sort_keys=True).encode()}
+        table = pa.table(columns).replace_schema_metadata(described)
+        if self.file is None:
+            self.file = pq.ParquetWriter(
+                self.path, table.schema, compression="zstd", write_page_checksum=True
+            )
+        self.file.write_table(table)
         self.held, self.count = [], 0
 
 

@@ -15,6 +15,7 @@ from mixval.fingerprints import array_fingerprint, fingerprint
 Ints = npt.NDArray[np.int64]
 Loss = Callable[..., Tensor]  # (logits, soft targets[, class weight]) -> (B,)
 Floats = npt.NDArray[np.float64]
+Column = npt.NDArray[Any]
 
 
 class Decoder(Protocol):
@@ -251,20 +252,23 @@ class MixScores:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Scored rows of plans, with the fingerprints of what they were scored with."""
+    """Scored rows of plans, with the fingerprints of what they were scored with.
 
-    epoch: Ints
-    row: Ints  # place in the epoch's plan
-    i: Ints  # ids of the samples, not positions
-    j: Ints
+    Lambda has 64 bits, because mixes are made from it again; what networks say has 32.
+    """
+
+    epoch: Column
+    row: Column  # place in the plan
+    i: Column  # ids of the samples, not positions
+    j: Column
     lam: Floats
-    label_i: Ints
-    label_j: Ints
-    updated: Floats
-    base: Floats
-    r_hat: Floats
-    std_error: Floats  # Monte-Carlo, over draws; NaN for a single draw
-    kept: Floats  # the weight the row had in training; NaN where it did not train
+    label_i: Column
+    label_j: Column
+    updated: Column
+    base: Column
+    r_hat: Column
+    std_error: Column  # Monte-Carlo, over draws; NaN for a single draw
+    kept: Column  # the weight the row had in training; NaN where it did not train
     provenance: dict[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:

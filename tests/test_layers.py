@@ -34,7 +34,7 @@ LAYERS: list[set[str]] = [
     },
     {*CHOICES, "external", "store", "score_store", "splits"},
     {"mixing", "own_dataset", "rhat", "results", "sources", "work"},
-    {"metrics", "objectives", "feeding", "report"},
+    {"metrics", "objectives", "feeding", "scoring", "report"},
     {"guidance", "report.render"},
     {"training_job"},
     {"training"},

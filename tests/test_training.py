@@ -21,10 +21,9 @@ from mixval.mixing import RowMaker, assign_folds, draw_plan
 from mixval.pipeline import CellRun
 from mixval.posteriors import point
 from mixval.score_store import read_scores
+from mixval.scoring import score_plans
 from mixval.stages.cell import Cell
-from mixval.stages.network import Network
-from mixval.stages.scores import probe_plans, score_plans
-from mixval.stages.teacher import TeacherSet
+from mixval.stages.scores import score_probe
 from mixval.store import Store
 from mixval.training import Cost, Watch, build_model, train
 from mixval.types import ScoreTable
@@ -633,15 +632,14 @@ def online(make_job, engine, scorer):
 
 
 @pytest.fixture
-def offline(tiny_recipe, engine, teacher_model, splits):
+def offline(tiny_recipe, engine, scorer, splits):
     """Return a scorer of the student's first mixes without training, by chunk size."""
 
     def score(chunk, rows=BATCH):
-        cell = Cell(tiny_recipe({"scores.chunk": chunk}), "main", 0, engine)
-        student = build_model(cell.recipe.model, splits, 0, "student")
-        teachers = TeacherSet([Network(teacher_model, Cost(), "teacher")], None)
+        student = build_model(tiny_recipe().model, splits, 0, "student")
         plan = plan_of().keep(slice(0, rows))
-        return ScoreTable.join(score_plans(cell, [plan], teachers, point([student])))
+        maker = RowMaker.of(splits.train, splits, engine.device)
+        return ScoreTable.join(score_plans(maker, [plan], scorer, point([student]), chunk=chunk))
 
     return score
 
@@ -811,8 +809,7 @@ def test_the_probe_plan_is_scored_after_the_epochs_that_are_named(cell_run):
     table = read_scores(path)
     student = point([cells.student("guided").model])
     teachers = cells.teacher("failures")
-    plans = probe_plans(cells.cell, teachers)
-    again = ScoreTable.join(score_plans(cells.cell, plans, teachers, student, 4))
+    again = ScoreTable.join(score_probe(cells.cell, teachers, student, 4))
     assert np.array_equal(table.r_hat, again.r_hat) and set(table.epoch) == {4}
 
 

@@ -1,10 +1,8 @@
 """r_hat of the probe plan: base against teacher, and teacher against student as it trains."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from mixval import choose
@@ -13,6 +11,7 @@ from mixval.mixing import draw_plan
 from mixval.posteriors import point
 from mixval.rhat import Scorer
 from mixval.score_store import ScoreWriter
+from mixval.scoring import score_plans
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network
 from mixval.stages.teacher import TeacherSet
@@ -57,12 +56,29 @@ def write_probe(
             stale.unlink()
     processes.wait()
     suffix = f"-{processes.rank:03d}" if processes.rank else ""
-    kept, plans = 0, probe_plans(cell, teacher)
+    kept = 0
     with ScoreWriter(artifact.path(f"part-{epoch:04d}{suffix}.parquet"), provenance) as writer:
-        for table in score_plans(cell, plans, teacher, base, epoch):
+        for table in score_probe(cell, teacher, base, epoch):
             kept += int((table.r_hat <= 0).sum())
             writer.write(table)
     return int(processes.total(torch.tensor(kept, device=cell.engine.device)))
+
+
+def score_probe(
+    cell: Cell, teacher: TeacherSet, base: Posterior, epoch: int = 0
+) -> Iterator[ScoreTable]:
+    """Yield this process's part of the scores of the probe plan, chunk by chunk."""
+    settings = cell.recipe.scores
+    loss: Loss = choose.pick("losses", settings.loss.name, settings.loss.parameters)
+    return score_plans(
+        cell.train_rows(teacher.folds),
+        probe_plans(cell, teacher),
+        Scorer(teacher.posterior, loss),
+        base,
+        chunk=settings.chunk,
+        epoch=epoch,
+        processes=cell.engine.processes,
+    )
 
 
 def probe_plans(cell: Cell, teacher: TeacherSet) -> Iterator[MixPlan]:
@@ -88,59 +104,3 @@ def probe_provenance(cell: Cell, teacher: TeacherSet, base: str) -> dict[str, st
         "base": base,
         "leaks test labels": "yes" if teacher.leaks else "no",
     }
-
-
-def score_plans(
-    cell: Cell, plans: Iterable[MixPlan], teacher: TeacherSet, base: Posterior, epoch: int = 0
-) -> Iterator[ScoreTable]:
-    """Yield r_hat of the rows of plans in chunks: those chunks that are this process's turn."""
-    processes, start = cell.engine.processes, 0
-    for number, rows in enumerate(_chunks(plans, cell.recipe.scores.chunk)):
-        if number % processes.world == processes.rank:
-            yield _score_rows(cell, rows, start, teacher, base, epoch)
-        start += len(rows)
-
-
-def _chunks(plans: Iterable[MixPlan], size: int) -> Iterator[MixPlan]:
-    """Yield the rows of plans in pieces of `size`, across the ends of plans."""
-    held = None
-    for plan in plans:
-        held = plan if held is None else MixPlan.join([held, plan])
-        whole = len(held) // size * size
-        for at in range(0, whole, size):
-            yield held.keep(slice(at, at + size))
-        held = held.keep(slice(whole, None))
-    if held is not None and len(held):
-        yield held
-
-
-def _score_rows(
-    cell: Cell, rows: MixPlan, start: int, teacher: TeacherSet, base: Posterior, epoch: int
-) -> ScoreTable:
-    """Return r_hat of rows over the train split; `start` is the place of the first in its plan."""
-    settings, train = cell.recipe.scores, cell.splits.train
-    loss: Loss = choose.pick("losses", settings.loss.name, settings.loss.parameters)
-    maker = cell.train_rows(teacher.folds)
-    # Rows at lambda = 1 are still scored as mixes: of a sample with nothing.
-    batch = maker.batch(replace(rows, alpha=rows.alpha or 1.0))
-    assert batch.mixed is not None and batch.mixed_targets is not None
-    scored = Scorer(teacher.posterior, loss)(
-        batch.mixed, batch.mixed_targets, base(batch.mixed), batch.fold
-    )
-    columns = (scored.updated, scored.base, scored.r_hat, scored.std_error)
-    updated, base_term, r_hat, std_error = torch.stack(columns).cpu().double().numpy()
-    ids, labels = train.ids.numpy(), train.labels.numpy()
-    return ScoreTable(
-        epoch=np.full(len(rows), epoch),
-        row=np.arange(start, start + len(rows)),
-        i=ids[rows.first],
-        j=ids[rows.second],
-        lam=rows.lam,
-        label_i=labels[rows.first],
-        label_j=labels[rows.second],
-        updated=updated,
-        base=base_term,
-        r_hat=r_hat,
-        std_error=std_error,
-        kept=np.full(len(rows), np.nan),
-    )
