@@ -6,42 +6,19 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any
 
-import yaml
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from mixval import choose
+from mixval.arguments import BENCH_SUITES, parse
 from mixval.dataset_facts import data_root, describe
 from mixval.errors import Interrupted, UserError, exit_state
-from mixval.recipe import Arm, Choice, Panel, Recipe, Teacher
-from mixval.recipe_loading import PACKAGED, load_recipe, packaged_recipes, parse_yaml
+from mixval.recipe import Arm, Choice, Panel, Teacher
+from mixval.recipe_loading import PACKAGED, load_recipe, packaged_recipes
 
-VERBS = {
-    "the whole job": {
-        "run": "base, teachers, students and their controls, evaluated, with a report",
-    },
-    "one stage, with what it needs (finished stages are reused)": {
-        "base": "train the network whose failures are looked for",
-        "failures": "find what the base network fails",
-        "teacher": "train the teachers",
-        "score": "score the probe mixes: base against each teacher",
-        "student": "train the students",
-        "report": "write the report of a run again, from its files",
-    },
-    "looking around": {
-        "datasets": "show the named datasets: size, licence, and whether they are here",
-        "list": "show recipes and the options of every choice, with their parameters",
-    },
-    "measuring": {
-        "bench": "training speed beside the machine's limit and other libraries, as ratios",
-    },
-}
-BENCH_SUITES = ("mixup", "guided")  # of mixval.bench.suites, named here without loading torch
 CHOICE_MODULES = (
     "alpha_schedules",
     "augmentations",
@@ -62,11 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = sorted(words, key=lambda word: word in ("--debug", "--quiet"))  # anywhere will do
     try:
-        arguments, overrides = _parse(words)
+        arguments, overrides = parse(words)
         level = logging.WARNING if arguments.quiet else logging.INFO
         logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
-        command: Callable[[argparse.Namespace, dict[str, Any]], None] = arguments.command
-        command(arguments, overrides)
+        COMMANDS.get(arguments.verb, _run)(arguments, overrides)
     except BrokenPipeError:
         return 0
     except (Exception, KeyboardInterrupt) as error:
@@ -176,214 +152,4 @@ def _datasets(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     print("Your own: image_folder, npz, and any torch Dataset by mixval.from_dataset.")
 
 
-# -- parsing ------------------------------------------------------------------------------
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
-
-
-class _Overview(_Parser):
-    def format_help(self) -> str:
-        lines = ["mixval: value mixup samples and train on the ones that help", ""]
-        lines += ["usage: mixval VERB [RECIPE] [--section.key value ...]", ""]
-        for group, verbs in VERBS.items():
-            lines += [f"{group}:", *(f"  {verb:<10} {text}" for verb, text in verbs.items()), ""]
-        lines += ["mixval VERB --help shows every setting with its default.", ""]
-        return "\n".join(lines)
-
-
-def _parse(words: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    parser = _Overview(prog="mixval", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"mixval {version('mixval')}")
-    verbs = parser.add_subparsers(dest="verb", parser_class=_Parser)
-    known = {verb: text for group in VERBS.values() for verb, text in group.items()}
-    if words and not words[0].startswith("-") and words[0] not in known:
-        raise UserError(f"unknown verb {words[0]!r}; {choose.nearest(words[0], known)}")
-    for verb, text in known.items():
-        sub = verbs.add_parser(verb, description=text, allow_abbrev=False, formatter_class=_Help)
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        sub.add_argument("--quiet", action="store_true", help="say only what went wrong")
-        if words and verb == words[0]:  # the settings of the others are not needed
-            _ADD_ARGUMENTS.get(verb, _add_run_arguments)(sub, words[1:])
-    others, settings = _take_settings(words)
-    arguments, unknown = parser.parse_known_args(others, argparse.Namespace(words=words))
-    if arguments.verb is None:
-        parser.print_help()
-        raise SystemExit(0)
-    if unknown:
-        flags = verbs.choices[arguments.verb]._option_string_actions
-        raise UserError(f"unknown argument {unknown[0]!r}; {choose.nearest(unknown[0], flags)}")
-    if getattr(arguments, "model", None):
-        settings["model"] = _value(arguments.model)
-    if getattr(arguments, "seeds", None):
-        settings["seeds"] = _seeds(arguments.seeds)
-    return arguments, settings
-
-
-class _Help(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=38, width=110)
-
-    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
-        return f"usage: {self._prog} [options]\n\n"
-
-
-def _add_run_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    parser.set_defaults(command=_run)
-    add = parser.add_argument
-    add(
-        "recipe", nargs="?", default="digits", help="packaged recipe or YAML file (default: digits)"
-    )
-    add("--out", metavar="DIR", help="run directory (default: runs/NAME)")
-    add("--arms", nargs="+", metavar="ARM", help="only these arms (default: all of the recipe)")
-    add("--panels", nargs="+", metavar="PANEL", help="only these panels (default: all)")
-    add("--seeds", nargs="+", metavar="SEED", help="such as 0 1 2 or 0-9 (default: the recipe's)")
-    add("--dry-run", action="store_true", help="check all, train one batch, estimate time and disk")
-    named = words[0] if words and not words[0].startswith("-") else "digits"
-    recipe = load_recipe(named) if {"-h", "--help"} & set(words) else None
-    for section, summary, fields in _sections():
-        title = section if recipe is None else f"{section} (defaults as in recipe {named})"
-        group = parser.add_argument_group(title, summary)
-        for dotted, field in fields:
-            text = f"{field.description or ''} (default: {_default(recipe, dotted)})"
-            group.add_argument(
-                f"--{dotted}",
-                metavar=_values(field),
-                help=text.replace("%", "%%"),
-            )
-    parser.add_argument_group(
-        "arms, teachers and panels",
-        "by their place, e.g. --arms.all.alpha 2; `mixval list arms teachers` shows their keys",
-    )
-
-
-def _add_report_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    parser.set_defaults(command=_report)
-    parser.add_argument("run", help="a run directory")
-
-
-def _add_list_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    parser.set_defaults(command=_list)
-    parser.add_argument("what", nargs="*", help="recipes, or a choice module (default: everything)")
-
-
-def _add_bench_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    parser.set_defaults(command=_bench)
-    add = parser.add_argument
-    add("suites", nargs="*", help=f"of {', '.join(BENCH_SUITES)} (default: all)")
-    add(
-        "--model",
-        nargs="+",
-        dest="models",
-        default=["conv_net"],
-        metavar="MODEL",
-        help="of mixval list models, or of timm, such as resnet18 (default: conv_net)",
-    )
-    add(
-        "--batch-size",
-        nargs="+",
-        type=int,
-        default=[64],
-        metavar="N",
-        help="samples per step (default: 64)",
-    )
-    add(
-        "--seconds",
-        type=float,
-        default=20.0,
-        metavar="N",
-        help="for each suite, model and batch size; at least six rounds (default: 20)",
-    )
-    add("--threads", type=int, metavar="N", help="threads of torch (default: one per core)")
-    add("--device", default="auto", metavar="X", help="auto, cpu, cuda, mps (default: auto)")
-    add(
-        "--precision",
-        choices=("bf16", "fp32"),
-        default="bf16",
-        help="of every loop (default: bf16)",
-    )
-    add("--samples", type=int, default=50_000, metavar="N", help="images (default: 50000)")
-    add("--json", metavar="FILE", help="write every round and ratio there")
-
-
-def _add_datasets_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    parser.set_defaults(command=_datasets)
-    parser.add_argument("--root", metavar="DIR", help="where datasets lie (default: $MIXVAL_DATA)")
-
-
-_ADD_ARGUMENTS = {
-    "bench": _add_bench_arguments,
-    "datasets": _add_datasets_arguments,
-    "list": _add_list_arguments,
-    "report": _add_report_arguments,
-}
-
-
-def _sections() -> Iterator[tuple[str, str, list[tuple[str, FieldInfo]]]]:
-    """Yield the recipe's sections that have fixed keys, with the settings in them."""
-    for name, field in Recipe.model_fields.items():
-        kind = field.annotation
-        if kind is Choice:
-            yield name, "", [(name, field)]
-        elif isinstance(kind, type) and issubclass(kind, BaseModel):
-            summary = (kind.__doc__ or "").strip().split("\n")[0]
-            yield name, summary, [(f"{name}.{key}", f) for key, f in kind.model_fields.items()]
-
-
-def _default(recipe: Recipe | None, dotted: str) -> str:
-    value: Any = recipe
-    for key in dotted.split(".") if recipe is not None else ():
-        value = getattr(value, key)
-    if isinstance(value, Choice):
-        shown = ", ".join(f"{key}={item}" for key, item in value.parameters.items())
-        return f"{value.name}({shown})" if shown else value.name
-    return "none" if value is None else str(value)
-
-
-def _values(field: FieldInfo) -> str:
-    literals = [arg for arg in get_args(field.annotation) if isinstance(arg, str)]
-    return "{" + ",".join(literals) + "}" if literals else "X"
-
-
-def _take_settings(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Take `--arms.erm.alpha 0` and `--arms.erm.alpha=0` out of the words, as {dotted key: value}.
-
-    Before argparse sees them: it does not know the names of arms and teachers, and would
-    take the value of an option it does not know for the recipe.
-    """
-    others, settings = [], {}
-    rest = iter(words)
-    for word in rest:
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not (word.startswith("--") and "." in key):
-            others.append(word)
-            continue
-        value = value if equals else next(rest, "")
-        if not value or value.startswith("--"):
-            raise UserError(f"{key}: needs a value, as in --{key} VALUE")
-        settings[key] = _value(value)
-    return others, settings
-
-
-def _value(text: str) -> Any:
-    try:
-        return parse_yaml(text)
-    except yaml.YAMLError:
-        return text
-
-
-def _seeds(words: list[str]) -> list[int]:
-    seeds: list[int] = []
-    for word in words:
-        first, dash, last = word.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(
-                f"--seeds: must be numbers such as 0 1 2 or a range such as 0-9, got {word!r}"
-            )
-        chosen = range(int(first), int(last if dash else first) + 1)
-        if not 0 < len(chosen) <= 10_000:
-            raise UserError(f"--seeds: a range must hold 1 to 10000 seeds, got {word!r}")
-        seeds += chosen
-    return sorted(set(seeds))
+COMMANDS = {"bench": _bench, "datasets": _datasets, "list": _list, "report": _report}

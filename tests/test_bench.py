@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from mixval.arguments import BENCH_SUITES
 from mixval.bench import loops, suites
 from mixval.bench.case import Case
 from mixval.bench.measure import MIN_ROUNDS, Quotient, Ratio, interleaved, ratio, turn
 from mixval.bench.ours import banked_job, guided_job, mixup_job, our_loop, regmixup_job
-from mixval.cli import BENCH_SUITES, main
+from mixval.cli import main
 from mixval.engine import start_engine
 from mixval.recipe import Choice, EngineSettings
 from mixval.training import Loop

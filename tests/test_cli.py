@@ -1,7 +1,6 @@
 """The command line: help without torch, errors of one line, nothing written by mistake."""
 
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -10,7 +9,8 @@ import pytest
 import yaml
 
 from mixval import choose, load_recipe
-from mixval.cli import CHOICE_MODULES, VERBS, main
+from mixval.arguments import VERBS
+from mixval.cli import CHOICE_MODULES, main
 
 BASELINE = [sys.executable, "-c", "import pydantic, yaml"]
 
@@ -71,10 +71,10 @@ def test_help_loads_no_torch(words):
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["datasets"]])
 def test_help_answers_in_half_a_second(mixval_script, words):
     # Catches a help that users stop asking for. A busy machine is compared with itself.
-    command = [mixval_script, *words]
-    taken = statistics.median(seconds_of(command) for _ in range(5))
-    limit = max(0.5, 3 * statistics.median(seconds_of(BASELINE) for _ in range(3)))
-    assert taken < limit
+    # The least of several tries in turn: what others do meanwhile only adds.
+    tries = [(seconds_of([mixval_script, *words]), seconds_of(BASELINE)) for _ in range(5)]
+    taken, bare = map(min, zip(*tries, strict=True))
+    assert taken < max(0.5, 3 * bare)
 
 
 def test_help_names_every_verb(mixval):

@@ -59,7 +59,7 @@ LAYERS: list[set[str]] = [
     {"pipeline", "tuning"},
     {"estimate"},
     {"runner"},
-    {"job"},
+    {"job", "arguments"},
     {"cli"},
     {""},  # mixval/__init__.py, the public surface
 ]
@@ -82,6 +82,7 @@ TORCH_FREE = {
     "store",
     "results",
     "work",
+    "arguments",
 }
 # What is said of recipes in a file of its own names their types, for the type checker only.
 NAMES_RECIPES = {"moments", "recipe_rules"}

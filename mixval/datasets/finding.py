@@ -10,16 +10,22 @@ from mixval.dataset_facts import ROOT, data_root, find, wanted
 from mixval.errors import UserError
 
 
-def locate(name: str, root: str | None, download: bool, fetch: Callable[[Path], object]) -> Path:
+def locate(
+    name: str,
+    root: str | None,
+    download: bool = False,
+    fetch: Callable[[Path], object] | None = None,
+) -> Path:
     """Return the path of the dataset's folder or pack; `fetch` downloads it below the root."""
     folder = data_root(root)
-    if not download:
+    if not download or fetch is None:
         found = find(name, folder)
         if found is None:
             missing = f"no {name} under {str(folder)!r}; put {wanted(name)} there"
             if folder is None:
                 missing = f"not given; give a folder with {wanted(name)}"
-            raise UserError(f"data.source.root: {missing}, set {ROOT}, or download: true")
+            also = "" if fetch is None else ", or download: true"
+            raise UserError(f"data.source.root: {missing}, or set {ROOT}{also}")
         return found
     if folder is None:
         raise UserError(f"data.source.root: must say where to download {name} to (or set {ROOT})")

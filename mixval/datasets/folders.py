@@ -13,9 +13,6 @@ from mixval.datasets.trees import Folder, Tree, lines_of, open_tree
 from mixval.errors import UserError
 from mixval.types import Part, Source
 
-_TINY = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
-_TINY_MD5 = "90528d7ca1a48142e341f4ef8d21d0de"
-
 
 def image_folder(*, path: str, size: Count = 224, mode: Literal["RGB", "L"] = "RGB") -> Source:
     """Return your own images: path/CLASS/*.jpg, or path/{train,val,test}/CLASS/*.jpg."""
@@ -38,15 +35,13 @@ def image_folder(*, path: str, size: Count = 224, mode: Literal["RGB", "L"] = "R
     return checked(source, folder)
 
 
-def tiny_imagenet(
-    *, size: Count = 64, part: bool = False, root: str | None = None, download: bool = False
-) -> Source:
+def tiny_imagenet(*, size: Count = 64, part: bool = False, root: str | None = None) -> Source:
     """Return Tiny-ImageNet: 100,000 train photos of 200 classes, 64 x 64; its val split is test.
 
     Its own test split has no labels. `part: true` takes a copy of a tenth: 50 train and 10
-    test images a class.
+    test images a class. No library fetches it, so there is no `download`.
     """
-    path = locate("tiny_imagenet", root, download, _fetch_tiny)
+    path = locate("tiny_imagenet", root)
     if path.is_file() and not part:
         raise UserError(f"{path}: is a part of tiny_imagenet; put the whole there, or part: true")
     tree = open_tree(path, "tiny-imagenet-200")
@@ -61,12 +56,6 @@ def tiny_imagenet(
     shifted = Part(parts[1].images, parts[1].labels, parts[1].ids + len(train))
     source = Source(parts[0], shifted, tuple(classes))
     return whole(source, path, TINY_PART if part else FACTS["tiny_imagenet"], "")
-
-
-def _fetch_tiny(folder: Path) -> None:
-    from torchvision.datasets.utils import download_and_extract_archive
-
-    download_and_extract_archive(_TINY, str(folder), md5=_TINY_MD5, remove_finished=True)
 
 
 def _tiny_val(tree: Tree, names: Sequence[str], classes: Sequence[str]) -> list[tuple[str, int]]:
