@@ -1,4 +1,4 @@
-"""The batches of an epoch in order: made from memory, or from images that a DataLoader reads.
+"""Batches in order: made from memory, or from images that a DataLoader reads ahead.
 
 Both ways give the same batches bit by bit: what is read is decided by the plan, and
 augmentation and mixing happen here, in the training process, from the same numbers.
@@ -8,42 +8,55 @@ Partners come from the whole epoch, so streaming decodes two images for every mi
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mixval.mixing import RowMaker
-from mixval.types import Batch, MixPlan, StreamedImages
+from mixval.types import Batch, Ints, MixPlan, StreamedImages
 
 
-def feed(
-    maker: RowMaker, plans: Sequence[MixPlan], uniforms: Tensor | None, loaders: int
-) -> Iterator[Batch]:
-    """Yield the batch of each plan; `loaders` processes read ahead what is not in memory."""
-    images = maker.part.images
-    if isinstance(images, Tensor):
+def feed(maker: RowMaker, plans: Sequence[MixPlan], uniforms: Tensor | None) -> Iterator[Batch]:
+    """Yield the batch of each plan."""
+    if not maker.part.streams:
         yield from (maker.batch(plan, uniforms) for plan in plans)
         return
-    reader = DataLoader(
-        _Parents(images, plans),
-        batch_size=None,  # an item is a batch already
-        num_workers=min(loaders, len(plans)),
-        pin_memory=maker.mean.device.type == "cuda",
-    )
-    for plan, decoded in zip(plans, reader, strict=True):
+    parents = [[p.first, p.second] if p.mixes else [p.first] for p in plans]
+    for plan, decoded in zip(plans, _read(maker, parents), strict=True):
         yield maker.batch(plan, uniforms, decoded)
 
 
+def feed_inputs(maker: RowMaker, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield what a network sees of the samples at these positions, unaugmented."""
+    if not maker.part.streams:
+        yield from (maker.inputs(positions) for positions in chunks)
+        return
+    wanted = [[np.asarray(positions.cpu())] for positions in chunks]
+    for positions, decoded in zip(chunks, _read(maker, wanted), strict=True):
+        yield maker.inputs(positions, decoded=decoded[0])
+
+
+def _read(maker: RowMaker, wanted: list[list[Ints]]) -> Iterator[list[Tensor]]:
+    images = maker.part.images
+    assert isinstance(images, StreamedImages)
+    reader = DataLoader(
+        _Wanted(images, wanted),
+        batch_size=None,  # an item is a batch already
+        num_workers=min(maker.loaders, len(wanted)),
+        pin_memory=maker.mean.device.type == "cuda",
+    )
+    yield from reader
+
+
 @dataclass(frozen=True)
-class _Parents(Dataset[list[Tensor]]):
-    """Place in the epoch -> the images of both parents of every row, (B, C, H, W) each."""
+class _Wanted(Dataset[list[Tensor]]):
+    """Place in the order -> the images at each list of positions, (B, C, H, W) each."""
 
     images: StreamedImages
-    plans: Sequence[MixPlan]
+    wanted: list[list[Ints]]
 
     def __len__(self) -> int:
-        return len(self.plans)
+        return len(self.wanted)
 
     def __getitem__(self, place: int) -> list[Tensor]:
-        plan = self.plans[place]
-        parents = (plan.first, plan.second) if plan.mixes else (plan.first,)
-        return [self.images[positions] for positions in parents]
+        return [self.images[positions] for positions in self.wanted[place]]

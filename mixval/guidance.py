@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,7 +16,7 @@ from mixval.objectives import Weights
 from mixval.processes import ALONE, Processes
 from mixval.record import Record
 from mixval.rhat import Scored, Scorer
-from mixval.types import Batch, MixScores
+from mixval.types import Batch, MixPlan, MixScores
 
 Policy = Callable[[MixScores], Tensor]
 
@@ -76,6 +77,32 @@ class Guidance:
             clean = (1 - faded) * clean + faded
         parts = zip(torch.split(mixed, sizes), torch.split(clean, sizes), soft, strict=True)
         return [Weights(m, c, s) for m, c, s in parts]
+
+    def refilled(
+        self,
+        model: nn.Module,
+        draws: Callable[[int], MixPlan],
+        make: Callable[[MixPlan], Batch],
+        rng: Callable[[int], np.random.Generator],
+    ) -> tuple[MixPlan, npt.NDArray[np.bool_], int]:
+        """Exchange mixes that are not kept for those of further draws, as long as there are some.
+
+        Return the rows, which of them were kept in the end, and how many mixes were tried.
+        """
+        plan = draws(0)
+        second, lam = plan.second.copy(), plan.lam.copy()
+        kept, tried = np.zeros(len(plan), dtype=bool), 0
+        for draw in range(self.refill_draws):
+            open_rows = np.flatnonzero(~kept)
+            if not len(open_rows):
+                break
+            candidates = draws(draw).keep(open_rows)
+            accepted = self.accepts(model, make(candidates), rng(draw)).cpu().numpy()
+            tried += len(open_rows)
+            filled = open_rows[accepted]
+            second[filled], lam[filled] = candidates.second[accepted], candidates.lam[accepted]
+            kept[filled] = True
+        return replace(plan, second=second, lam=lam), kept, tried
 
     def accepts(self, model: nn.Module, batch: Batch, rng: np.random.Generator) -> Tensor:
         """Return which mixes the policy keeps, as a mask: for `refill`, before the step."""

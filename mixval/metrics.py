@@ -1,16 +1,21 @@
 """Accuracy, negative log-likelihood and calibration of a network on a part of the data."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mixval.feeding import feed_inputs
 from mixval.mixing import RowMaker
 from mixval.processes import ALONE, Processes
+
+_NUMBERS = 1 << 25  # in the inputs of one forward pass: large images go in smaller chunks
 
 
 @torch.inference_mode()
 def predict(
-    model: nn.Module, maker: RowMaker, chunk: int = 1000, processes: Processes = ALONE
+    model: nn.Module, maker: RowMaker, chunk: int | None = None, processes: Processes = ALONE
 ) -> Tensor:
     """Return log-probabilities (N, K) of every sample, in evaluation mode.
 
@@ -20,7 +25,8 @@ def predict(
     model.eval()
     positions = torch.arange(len(maker.part), device=maker.part.labels.device)
     own = positions[processes.share(len(positions))]
-    logits = [model(maker.inputs(rows)) for rows in torch.split(own, chunk)]
+    size = chunk or max(16, min(1000, _NUMBERS // math.prod(maker.part.images.shape[1:])))
+    logits = [model(inputs) for inputs in feed_inputs(maker, torch.split(own, size))]
     model.train(was_training)
     return F.log_softmax(processes.gather(torch.cat(logits).float()), dim=-1)
 

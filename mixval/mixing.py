@@ -73,12 +73,13 @@ class RowMaker:
     std: Tensor  # (C, 1, 1)
     augment: Callable[[Tensor, Tensor], Tensor] | None = None
     folds: Tensor | None = None  # (N,)
+    loaders: int = 0  # processes that read ahead, where images are not in memory
 
     @staticmethod
-    def of(part: Part, splits: Splits, device: torch.device) -> "RowMaker":
+    def of(part: Part, splits: Splits, device: torch.device, loaders: int = 0) -> "RowMaker":
         """Return the maker of unaugmented rows of a part, normalised as its splits are."""
         mean, std = splits.mean.to(device), splits.std.to(device)
-        return RowMaker(part.to(device), splits.num_classes, mean, std)
+        return RowMaker(part.to(device), splits.num_classes, mean, std, loaders=loaders)
 
     def inputs(
         self, positions: Tensor, uniforms: Tensor | None = None, decoded: Tensor | None = None

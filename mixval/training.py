@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,11 +74,11 @@ class Loop:
         self, job: Job, engine: Engine, checkpoints: Checkpoints | None, watch: Watch
     ) -> None:
         self.job, self.watch, self.checkpoints = job, watch, checkpoints
-        self.engine, self.processes, self.device = engine, engine.processes, engine.device
+        self.processes, self.device = engine.processes, engine.device
         network = build_model(job.model, job.splits, job.seed, job.stream)
         self.model = engine.prepare(network)
-        self.train_rows = train_rows(job, self.device)
-        self.dev_rows = RowMaker.of(job.splits.val_dev, job.splits, self.device)
+        self.train_rows = train_rows(job, self.device, engine.loaders)
+        self.dev_rows = RowMaker.of(job.splits.val_dev, job.splits, self.device, engine.loaders)
         self.objective = self._objective()
         self.steps_per_epoch = num_steps(len(job.part), job.training.batch_size)
         self._check_shares()
@@ -117,7 +116,7 @@ class Loop:
         micro = [self._own_rows(plans[0], step) for step in range(state.step, self.steps_per_epoch)]
         refills = self._refills(plans[0])
         ahead = [] if refills else [plan for step in micro for plan in step]
-        batches = feed(self.train_rows, ahead, uniforms, self.engine.loaders)
+        batches = feed(self.train_rows, ahead, uniforms)
         for own in micro:
             if refills:
                 self._refilled_step(plans, uniforms)
@@ -214,28 +213,18 @@ class Loop:
         guidance, state = self.job.guidance, self.state
         assert guidance is not None
         self._seed_step()
-        samples, steps = len(self.job.part), self.steps_per_epoch
-        rows = step_rows(samples, steps, state.step)
+        rows = step_rows(len(self.job.part), self.steps_per_epoch, state.step)
         own = self.processes.share(rows.stop - rows.start)
-        plan = plans[0].keep(rows).keep(own)
-        second, lam = plan.second.copy(), plan.lam.copy()
-        kept = np.zeros(len(plan), dtype=bool)
-        for draw in range(guidance.refill_draws):
-            open_rows = np.flatnonzero(~kept)
-            if not len(open_rows):
-                break
-            candidates = plans[draw].keep(rows).keep(own).keep(open_rows)
-            rng = generator(self.job.seed, "refill", state.epoch, state.step, draw)
-            batch = self.train_rows.batch(candidates, uniforms)
-            accepted = guidance.accepts(self.model, batch, rng).cpu().numpy()
-            state.cost.forwards += (1 + guidance.num_teachers) * len(open_rows)
-            filled = open_rows[accepted]
-            second[filled], lam[filled] = candidates.second[accepted], candidates.lam[accepted]
-            kept[filled] = True
-        filled_plan = replace(plan, second=second, lam=lam)
-        micro = micro_batches(filled_plan, self.job.training.accumulate)
-        weights = torch.from_numpy(kept).to(self.device, torch.float32)
-        self._step([self.train_rows.batch(part, uniforms) for part in micro], weights)
+        plan, kept, tried = guidance.refilled(
+            self.model,
+            lambda draw: plans[draw].keep(rows).keep(own),
+            lambda candidates: self.train_rows.batch(candidates, uniforms),
+            lambda draw: generator(self.job.seed, "refill", state.epoch, state.step, draw),
+        )
+        state.cost.forwards += (1 + guidance.num_teachers) * tried
+        micro = micro_batches(plan, self.job.training.accumulate)
+        batches = [self.train_rows.batch(part, uniforms) for part in micro]
+        self._step(batches, torch.from_numpy(kept).to(self.device, torch.float32))
 
     # -- the end of an epoch ----------------------------------------------------------
 

@@ -118,14 +118,15 @@ def micro_batches(plan: MixPlan, count: int) -> list[MixPlan]:
     return [plan.keep(slice(at, at + size)) for at in range(0, len(plan), size)]
 
 
-def train_rows(job: Job, device: torch.device) -> RowMaker:
+def train_rows(job: Job, device: torch.device, loaders: int) -> RowMaker:
     """Return the maker of what is trained on: with augmentation, and the folds of partners."""
     settings, augment, folds = job.training.augmentation, None, None
     if settings.name != "none":
         augment = choose.pick("augmentations", settings.name, settings.parameters)
     if job.folds is not None:
         folds = torch.from_numpy(job.folds).to(device)
-    return replace(RowMaker.of(job.part, job.splits, device), augment=augment, folds=folds)
+    plain = RowMaker.of(job.part, job.splits, device, loaders)
+    return replace(plain, augment=augment, folds=folds)
 
 
 def epoch_uniforms(job: Job, maker: RowMaker, epoch: int) -> Tensor | None:

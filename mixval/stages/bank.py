@@ -73,7 +73,7 @@ def _make(cell: Cell, artifact: Artifact, teacher: TeacherSet, job: Job) -> dict
     processes, start = cell.engine.processes, time.monotonic()
     path = artifact.path("bank.npy")
     processes.from_main(lambda: EpochFile.create(path, job.epochs, len(job.part), "float32").path)
-    file, maker = EpochFile(path), train_rows(job, cell.engine.device)
+    file, maker = EpochFile(path), train_rows(job, cell.engine.device, cell.engine.loaders)
     sums = processes.from_main(lambda: _scored_already(artifact, file))
     mixing = [e for e in range(job.epochs) if alpha_at(job.learner, e, job.epochs) > 0]
     for epoch in mixing:
@@ -113,7 +113,7 @@ def _epoch_losses(
         share = rows.keep(processes.share(len(rows)))
         own.append(micro_batches(share, job.training.accumulate))
     uniforms = epoch_uniforms(job, maker, epoch)
-    batches = feed(maker, [part for step in own for part in step], uniforms, cell.engine.loaders)
+    batches = feed(maker, [part for step in own for part in step], uniforms)
     values: list[Tensor] = []
     for step_plans in own:
         parts = []

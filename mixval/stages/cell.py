@@ -74,7 +74,7 @@ class Cell:
 
     def rows(self, part: Part) -> RowMaker:
         """Return the maker of unaugmented rows of a part, on the engine's device."""
-        return RowMaker.of(part, self.splits, self.engine.device)
+        return RowMaker.of(part, self.splits, self.engine.device, self.engine.loaders)
 
     def train_rows(self, folds: Ints | None) -> RowMaker:
         """Return the maker of unaugmented rows of `train`, which knows the folds of its samples."""
