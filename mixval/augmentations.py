@@ -36,12 +36,18 @@ def crop_flip(
     images: Tensor, uniforms: Tensor, *, pad: CountOrZero = 4, flip: bool = True
 ) -> Tensor:
     """Shift by up to `pad` pixels (black comes in), and mirror half of the images."""
-    height, width = images.shape[2:]
+    batch, channels, height, width = images.shape
     top, left = (uniforms[:, :2] * (2 * pad + 1)).long().clamp(max=2 * pad).unbind(1)
     padded = F.pad(images, (pad, pad, pad, pad))
-    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # every crop, as views
-    views = windows[torch.arange(len(images), device=images.device), :, top, left]
-    return torch.where(_mirrored(uniforms), views.flip(3), views) if flip else views
+    tall, wide = padded.shape[2:]
+    # Whole rows first, then columns of them: half the time of any other indexing.
+    counted = [torch.arange(n, device=images.device) for n in (batch * channels, height, width)]
+    rows = counted[0].view(batch, channels, 1) * tall + top.view(-1, 1, 1) + counted[1]
+    cut = padded.view(-1, wide).index_select(0, rows.flatten()).view(batch, -1, wide)
+    columns = left[:, None] + counted[2]
+    if flip:
+        columns = torch.where(_mirrored(uniforms), columns.flip(1), columns)
+    return cut.gather(2, columns[:, None].expand(-1, cut.shape[1], -1)).view(images.shape)
 
 
 def resized_crop(
@@ -58,7 +64,7 @@ def resized_crop(
     width, height = (area.sqrt() * shape).clamp(max=1), (area.sqrt() / shape).clamp(max=1)
     # Where the box's centre may lie, in grid_sample's coordinates from -1 to 1.
     down, right = (1 - height) * (2 * uniforms[:, 0] - 1), (1 - width) * (2 * uniforms[:, 1] - 1)
-    width = torch.where(_mirrored(uniforms).flatten(), -width, width) if flip else width
+    width = torch.where(_mirrored(uniforms).squeeze(1), -width, width) if flip else width
     nothing = torch.zeros_like(area)
     rows = (torch.stack([width, nothing, right]), torch.stack([nothing, height, down]))
     theta = torch.stack(rows).permute(2, 0, 1)  # (B, 2, 3)
@@ -68,4 +74,4 @@ def resized_crop(
 
 
 def _mirrored(uniforms: Tensor) -> Tensor:
-    return (uniforms[:, 2] < 0.5).view(-1, 1, 1, 1)
+    return uniforms[:, 2:3] < 0.5

@@ -28,7 +28,7 @@ def mlp(
     return nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
 
 
-def conv_net(shape: Shape, num_classes: int, *, width: Count = 64) -> nn.Module:
+def conv_net(shape: Shape, num_classes: int, *, width: Count = 32) -> nn.Module:
     """Return four 3x3 convolutions with BatchNorm, two of stride 2, and average pooling."""
     layers: list[nn.Module] = []
     before = shape[0]
