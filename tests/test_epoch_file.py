@@ -150,10 +150,11 @@ def test_a_record_holds_what_was_written_and_nan_elsewhere(tmp_path):
     record.write(slice(0, 2), torch.tensor([1.0, 0.5]), torch.tensor([0.0, 1.0]))
     record.write(slice(2, 4), None, torch.tensor([1.0, 1.0]))
     record.end_epoch(0)
-    record.write(slice(0, 4), torch.ones(4), torch.zeros(4))
+    record.write(slice(2, 4), torch.ones(2), torch.zeros(2))
     record.end_epoch(1)
     nan = np.nan
-    mixed, clean = ([1, 0.5, nan, nan], [1] * 4), ([0, 1, 1, 1], [0] * 4)
+    mixed = ([1, 0.5, nan, nan], [nan, nan, 1, 1])
+    clean = ([0, 1, 1, 1], [nan, nan, 0, 0])
     np.testing.assert_array_equal(record.mixed[:2].numpy(), mixed)
     np.testing.assert_array_equal(record.clean[:2].numpy(), clean)
     assert Record.is_in(tmp_path)

@@ -17,7 +17,10 @@ from mixval.feeding import feed
 from mixval.fingerprints import array_fingerprint
 from mixval.guidance import Guidance
 from mixval.mixing import RowMaker, draw_plan
+from mixval.pipeline import CellRun
 from mixval.recipe import EngineSettings
+from mixval.stages.cell import Cell
+from mixval.store import Store
 from mixval.training import Watch, train
 from mixval.types import Part, StreamedImages
 
@@ -182,6 +185,21 @@ def test_a_training_decodes_no_more_than_it_trains_on(make_job, changes, images)
     train(job, engine_with(0), None, Watch())
     # 4 epochs of 60 rows, and once more for the accuracy on train at the end.
     assert asked_of(job.part).total() == 60 * (4 * images + 1)
+
+
+def test_a_bank_of_streamed_images_is_that_of_images_in_memory(tiny_recipe, engine, tmp_path):
+    # Catches parents that a stream hands to the teacher in another order than the plan's.
+    changes = {"scores.bank": True, "training.augmentation": AUGMENTATIONS["crop_flip"]}
+    banks, recipe = [], tiny_recipe(changes)
+    for name in ("held", "read"):
+        cell = Cell(recipe, "main", 0, replace(engine, loaders=2))
+        if name == "read":
+            parts = {part: streamed(getattr(cell.splits, part)) for part in ("train", "val_f")}
+            cell.__dict__["splits"] = replace(cell.splits, **parts)
+        CellRun(cell, Store(tmp_path / name)).student("guided")
+        (path,) = (tmp_path / name).rglob("bank.npy")
+        banks.append(path.read_bytes())
+    assert banks[0] == banks[1]
 
 
 # -- parts --------------------------------------------------------------------------------
