@@ -268,10 +268,9 @@ def test_an_interrupted_bank_goes_on_and_scores_damaged_epochs_again(
 
 def tensors_of(folder):
     return {
-        str(path.relative_to(folder)): {
-            k: v.numpy().tobytes() for k, v in load_weights(path).items()
-        }
+        (str(path.relative_to(folder)), name): tensor.numpy().tobytes()
         for path in sorted(folder.rglob("*.safetensors"))
+        for name, tensor in load_weights(path).items()
     }
 
 
