@@ -1,7 +1,8 @@
-"""Precision, layout and compilation: float32 comes out, plain weights are saved, bits are pinned."""
+"""Precision, layout, compilation: float32 comes out, plain weights are saved, bits are pinned."""
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mixval.errors import Interrupted
 from mixval.guidance import Guidance
 from mixval.models import conv_net, mlp
 from mixval.recipe import EngineSettings
+from mixval.store import Store
 from mixval.training import Watch, train
 
 SHAPE, CLASSES = (3, 8, 8), 10
@@ -60,8 +62,7 @@ def test_the_weights_have_the_names_of_the_plain_network(settings):
     plain = network()
     assert list(model.network.state_dict()) == list(plain.state_dict())
     plain.load_state_dict(model.network.state_dict())
-    prepared = engine_with().prepare(copy.deepcopy(model.network))
-    assert torch.equal(outputs_of(plain), outputs_of(prepared)) or settings
+    torch.testing.assert_close(outputs_of(plain), outputs_of(model), rtol=0.05, atol=0.01)
 
 
 @pytest.mark.parametrize("settings", [{}, FAST])
@@ -157,8 +158,7 @@ def test_a_fast_training_resumes_bit_for_bit(make_job, scorer, tmp_path):
         asked = iter(range(1, 100))
         watch = Watch(should_stop=lambda asked=asked, poll=poll: next(asked) >= poll)
         checkpoints = Checkpoints(tmp_path / f"{poll}", "made from this")
-        stored = copy.copy(job)
-        object.__setattr__(stored, "folder", tmp_path / f"record {poll}")
+        stored = replace(job, folder=tmp_path / f"record {poll}")
         with pytest.raises(Interrupted):
             train(stored, engine, checkpoints, watch)
         assert facts_of(train(stored, engine, checkpoints, Watch())) == whole, f"step {poll}"
@@ -185,14 +185,15 @@ def test_all_that_changes_bits_is_described_and_what_does_not_is_not():
     assert Engine(torch.device("cpu"), 1).described == plain
 
 
-@pytest.mark.slow
-def test_a_run_directory_refuses_another_precision_in_a_line(mixval, tiny_description, tmp_path):
+def test_a_run_directory_refuses_another_precision_in_a_line(
+    mixval, tiny_description, tiny_recipe, tmp_path
+):
     # Catches networks of two precisions side by side in one table.
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_description()))
-    base = ["base", "tiny.yaml", "--out", "run"]
-    assert mixval(*base, "--engine.precision", "bf16").returncode == 0
-    done = mixval(*base)
+    store = Store(tmp_path / "run")
+    store.bind(tiny_recipe({"engine.precision": "bf16"}))
+    done = mixval("run", "tiny.yaml", "--out", "run")
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert "run" in line and "engine.precision" in line and "another --out" in line
-    assert mixval(*base, "--engine.precision", "bf16", "--engine.loaders", 0).returncode == 0
+    store.check(tiny_recipe({"engine.precision": "bf16", "engine.loaders": 7}))
