@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
+from scipy import ndimage, stats
 
-from mixval.augmentations import NUM_UNIFORMS, crop_flip, draw_uniforms, none
+from mixval.augmentations import NUM_UNIFORMS, crop_flip, draw_uniforms, none, resized_crop
 
 
 def toy_images(batch: int, channels: int, height: int, width: int) -> torch.Tensor:
@@ -113,3 +113,116 @@ def test_uniforms_are_uniform():
     for column in values.T:
         assert stats.kstest(column, "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(values.T) - np.eye(NUM_UNIFORMS)).max() < 5 / np.sqrt(5000)
+
+
+# -- resized_crop -------------------------------------------------------------------------
+
+
+def zoomed(image: np.ndarray, uniforms: np.ndarray, smallest: float, stretch: float, flip: bool):
+    """Return one view: where does the centre of each of its pixels lie in the image?"""
+    _, rows, columns = image.shape
+    down, right, mirror, size, shape = uniforms.astype(np.float64)
+    area, ratio = smallest + (1 - smallest) * size, stretch ** (2 * shape - 1)
+    height, width = min(1.0, np.sqrt(area / ratio)), min(1.0, np.sqrt(area * ratio))
+    y = (1 - height) * rows * down + (np.arange(rows) + 0.5) * height - 0.5
+    x = (1 - width) * columns * right + (np.arange(columns) + 0.5) * width - 0.5
+    places = np.meshgrid(y, x[::-1] if flip and mirror < 0.5 else x, indexing="ij")
+    return np.stack([ndimage.map_coordinates(c, places, order=1, mode="nearest") for c in image])
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.tuples(st.integers(2, 9), st.integers(2, 9)),
+    st.floats(0.05, 0.95),
+    st.floats(1.0, 3.0),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_resized_crop_is_the_interpolation_of_single_images(
+    batch, channels, size, smallest, stretch, flip, seed
+):
+    # Catches height and width exchanged (images are not square here), a mirror that also moves
+    # the box, corners aligned instead of edges, and black that comes in at the border.
+    images = torch.from_numpy(np.random.default_rng(seed).random((batch, channels, *size)))
+    uniforms = draw_uniforms(seed, 0, torch.arange(batch))
+    got = resized_crop(images.float(), uniforms, smallest=smallest, stretch=stretch, flip=flip)
+    for row in range(batch):
+        expected = zoomed(images[row].numpy(), uniforms[row].numpy(), smallest, stretch, flip)
+        np.testing.assert_allclose(got[row].numpy(), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(("top", "left"), [(0, 0), (1, 3), (4, 4), (2, 0)])
+def test_resized_crop_is_torchvisions_on_whole_pixels(top, left):
+    # Torchvision cuts first: at the edge of the box it does not see the pixels beyond it, so
+    # the views agree inside.
+    from torchvision.transforms.v2 import InterpolationMode
+    from torchvision.transforms.v2 import functional as V
+
+    image = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    uniforms = torch.tensor([[top / 4, left / 4, 0.9, 0.0, 0.5]])  # a quarter of the area, square
+    got = resized_crop(image, uniforms, smallest=0.25)
+    bilinear = InterpolationMode.BILINEAR
+    expected = V.resized_crop(image, top, left, 4, 4, [8, 8], bilinear, antialias=False)
+    inside = (..., slice(1, -1), slice(1, -1))
+    torch.testing.assert_close(got[inside], expected[inside])
+
+
+@pytest.mark.parametrize(("smallest", "stretch"), [(0.35, 1.33), (0.08, 4 / 3), (0.2, 2.0)])
+def test_resized_crop_stays_in_the_image_and_within_its_bounds(smallest, stretch):
+    # On an image that holds its own coordinates, two middle pixels of a view say where its box
+    # is. Catches boxes that leave the image, and areas or shapes out of bounds.
+    rows, columns, batch = 16, 24, 4000
+    y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    images = torch.stack([y, x]).float().expand(batch, 2, rows, columns)
+    uniforms = draw_uniforms(0, 0, torch.arange(batch))
+    views = resized_crop(images, uniforms, smallest=smallest, stretch=stretch).double()
+    spans = []
+    for line, count in ((views[:, 0, :, 0], rows), (views[:, 1, 0], columns)):
+        middle = count // 2
+        step = line[:, middle] - line[:, middle - 1]  # negative where mirrored
+        start = line[:, middle] + 0.5 - (middle + 0.5) * step
+        low, high = torch.minimum(start, start + count * step), step.abs() * count
+        assert low.min() > -1e-4 and (low + high).max() < count + 1e-4
+        spans.append(step)
+    height, width = spans[0], spans[1].abs()
+    area, shape = height * width, width / height
+    assert height.min() > 0
+    assert smallest - 1e-5 < area.min() < smallest + 0.02 and 0.95 < area.max() < 1 + 1e-5
+    assert 1 / stretch - 1e-4 < shape.min() < 0.8 and 1.25 < shape.max() < stretch + 1e-4
+    mirrored = spans[1] < 0
+    assert torch.equal(mirrored, uniforms[:, 2] < 0.5)
+    assert stats.binomtest(int(mirrored.sum()), batch).pvalue > 1e-3
+    assert not (resized_crop(images, uniforms, flip=False)[:, 1].diff(dim=2) < -1e-4).any()
+
+
+def test_resized_crop_rounds_bytes_to_the_nearest():
+    # Catches bytes that are cut off (every image half a step darker) or that wrap around.
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (50, 3, 7, 9), dtype=np.uint8)
+    images[::2] = rng.choice([0, 255], (25, 3, 7, 9))
+    uniforms = draw_uniforms(0, 0, torch.arange(50))
+    got = resized_crop(torch.from_numpy(images), uniforms)
+    assert got.dtype == torch.uint8
+    pairs = zip(images.astype(np.float64), uniforms.numpy(), strict=True)
+    expected = np.stack([zoomed(image, one, 0.35, 1.33, True) for image, one in pairs])
+    error = got.numpy() - expected
+    assert np.abs(error).max() < 0.5 + 1e-3
+    assert abs(error.mean()) < 0.01
+
+
+@pytest.mark.parametrize("chosen", [[0], [4, 1], [5, 4, 3, 2, 1, 0], [2, 2, 2]])
+def test_resized_crop_makes_the_same_view_in_any_batch(chosen):
+    # As for crop_flip; to the bit, because processes and batch sizes must not change a mix.
+    images, uniforms = toy_images(6, 2, 4, 5), draw_uniforms(1, 2, torch.arange(6))
+    whole = resized_crop(images, uniforms)
+    assert torch.equal(resized_crop(images[chosen], uniforms[chosen]), whole[chosen])
+
+
+def test_resized_crop_of_the_whole_image_is_the_image():
+    images = toy_images(2, 2, 5, 4)
+    uniforms = torch.tensor([[0.3, 0.8, 0.9, 1.0, 0.5], [0.3, 0.8, 0.1, 1.0, 0.5]])
+    views = resized_crop(images, uniforms)
+    torch.testing.assert_close(views[0], images[0])
+    torch.testing.assert_close(views[1], images[1].flip(2))

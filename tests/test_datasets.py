@@ -134,6 +134,93 @@ def test_sizes_that_leave_no_test_sample_are_refused(sizes):
     assert len(split(train=1396).test) == 1
 
 
+# -- a validation split of the dataset's own ----------------------------------------------
+
+OFFICIAL = replace(
+    SOURCE,
+    train=SOURCE.train.take(np.arange(1000)),
+    val=SOURCE.train.take(np.arange(1000, 1400)),
+    test=SOURCE.train.take(np.arange(1400, 1797)),
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(0, 10**6),
+    st.none() | st.integers(1, 1000),
+    st.integers(1, 200),
+    st.integers(1, 200),
+)
+def test_validation_comes_from_the_datasets_own_split_and_train_from_its_own(
+    seed, train, val_f, val_dev
+):
+    # Catches train samples that are given away as validation, official validation samples that
+    # are trained on, and a subset of train that favours a class.
+    splits = split(seed, source=OFFICIAL, train=train, val_f=val_f, val_dev=val_dev)
+    sizes = (train or 1000, val_f, val_dev, 397)
+    assert tuple(len(getattr(splits, name)) for name in PARTS) == sizes
+    assert splits.train.ids.max() < 1000
+    validation = torch.cat([splits.val_f.ids, splits.val_dev.ids])
+    assert validation.min() >= 1000 and validation.max() < 1400
+    assert (
+        len(validation.unique()) == val_f + val_dev and len(splits.train.ids.unique()) == sizes[0]
+    )
+    assert torch.equal(splits.test.ids, OFFICIAL.test.ids) and splits.own_test
+    for name, whole in (("train", OFFICIAL.train), ("val_f", OFFICIAL.val)):
+        part = getattr(splits, name)
+        assert torch.equal(part.labels, label_of(part.ids))
+        assert torch.equal(part.images, SOURCE.train.images[part.ids])
+        share = torch.bincount(whole.labels, minlength=10).double() / len(whole)
+        assert (torch.bincount(part.labels, minlength=10) - share * len(part)).abs().max() <= 1
+
+
+def test_all_of_an_official_train_split_is_trained_on_in_every_seed():
+    # Catches a train split that shrinks by the validation samples it does not give.
+    for seed in (0, 1):
+        splits = split(seed, source=OFFICIAL, train=None)
+        assert torch.equal(splits.train.ids, torch.arange(1000))
+    ids = [split(seed, source=OFFICIAL, train=500).val_dev.ids for seed in (0, 0, 1)]
+    assert torch.equal(ids[0], ids[1]) and not torch.equal(ids[0], ids[2])
+
+
+def test_without_an_official_test_split_the_rest_of_train_is_the_test():
+    # Catches a test split of what is left of validation, or one that train reaches into.
+    splits = split(source=replace(OFFICIAL, test=None), train=600)
+    ids = torch.cat([splits.train.ids, splits.test.ids])
+    assert torch.equal(ids.sort().values, torch.arange(1000)) and not splits.own_test
+
+
+@pytest.mark.parametrize(
+    ("source", "sizes", "line"),
+    [
+        (
+            OFFICIAL,
+            {"val_f": 201},
+            "data: val_f + val_dev must be at most the 400 samples of the dataset's own "
+            "validation split, got 401",
+        ),
+        (
+            OFFICIAL,
+            {"train": 1001},
+            "data: train must be at most the 1000 samples there are, got 1001",
+        ),
+        (
+            replace(OFFICIAL, test=None),
+            {"train": 1000},
+            "data: train must be at most the 1000 samples there are and leave a test sample, "
+            "got 1000",
+        ),
+    ],
+    ids=["validation", "train", "nothing left to test"],
+)
+def test_more_than_the_official_splits_have_is_refused_in_a_line(source, sizes, line):
+    # Catches sizes that are checked against the sum of both splits; one sample less is taken.
+    with pytest.raises(UserError) as caught:
+        split(source=source, **sizes)
+    assert str(caught.value) == line
+    split(source=source, **{name: size - 1 for name, size in sizes.items()})
+
+
 # -- own arrays ---------------------------------------------------------------------------
 
 

@@ -1,17 +1,25 @@
 """ScoreTable <-> parquet: what comes back is what went in, or is refused."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mixval.errors import UserError
-from mixval.score_store import check_provenance, read_scores, write_scores
+from mixval.mixing import draw_plan
+from mixval.pipeline import CellRun
+from mixval.posteriors import point
+from mixval.score_store import ScoreWriter, check_provenance, read_scores, write_scores
+from mixval.stages.cell import Cell
+from mixval.stages.scores import write_probe
+from mixval.store import Artifact, Store
 from mixval.types import ScoreTable
 
 PROVENANCE = {"data": "d" * 16, "plan": "p" * 16, "updated": "u" * 16, "base": "b" * 16}
@@ -87,6 +95,88 @@ def test_scores_of_something_else_are_refused(key):
     missing = replace(table, provenance={k: v for k, v in PROVENANCE.items() if k != key})
     with pytest.raises(UserError, match=f"another {key}"):
         check_provenance(missing, PROVENANCE)
+
+
+# -- many tables in one file --------------------------------------------------------------
+
+
+def rows_of(table, rows):
+    columns = {name: getattr(table, name)[rows] for name in ScoreTable.columns()}
+    return ScoreTable(**columns, provenance=table.provenance)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 9), max_size=12))
+def test_many_small_tables_are_one_table_in_the_order_they_came(tmp_path_factory, sizes):
+    # Catches a table that is held back at the end, written twice, or sorted.
+    path = tmp_path_factory.mktemp("scores") / "part-0000.parquet"
+    whole, ends = make_table(sum(sizes)), np.cumsum([0, *sizes])
+    with ScoreWriter(path, whole.provenance) as writer:
+        for start, end in itertools.pairwise(ends):
+            writer.write(rows_of(whole, slice(start, end)))
+    assert_same(read_scores(path), whole)
+
+
+def test_a_file_of_many_small_tables_has_few_groups_of_rows(tmp_path):
+    # Catches a group for every chunk: 1500 of them take many times the space and time to read.
+    path, whole = tmp_path / "part-0000.parquet", make_table(150_000)
+    with ScoreWriter(path, whole.provenance) as writer:
+        for start in range(0, len(whole), 100):
+            writer.write(rows_of(whole, slice(start, start + 100)))
+    file = pq.ParquetFile(path)
+    assert file.metadata.num_row_groups <= 4
+    file.close()
+    assert_same(read_scores(path), whole)
+    write_scores(tmp_path / "at_once.parquet", whole)
+    assert path.stat().st_size < 1.1 * (tmp_path / "at_once.parquet").stat().st_size
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50, 500])
+@pytest.mark.parametrize("folds", [1, 2])
+def test_more_rows_than_samples_are_each_scored_once(tiny_recipe, engine, tmp_path, chunk, folds):
+    # 150 mixes of 60 samples: two epochs and a half. Catches rows that are lost or doubled where
+    # a chunk goes over the end of an epoch, and ids or lambda of another row.
+    changes = {
+        "scores.rows": 150,
+        "scores.chunk": chunk,
+        "scores.alpha": 0.7,
+        "teachers.failures.folds": folds,
+    }
+    cells = CellRun(Cell(tiny_recipe(changes), "main", 0, engine), Store(tmp_path))
+    teachers, base, train = cells.teacher("failures"), cells.base(), cells.cell.splits.train
+    artifact = Artifact(tmp_path / "scores", {}, "scores")
+    kept = write_probe(cells.cell, artifact, teachers, point([base.model]), PROVENANCE, epoch=3)
+    table = read_scores(tmp_path / "scores")
+    plans = [
+        draw_plan(seed=0, epoch=e, alpha=0.7, num_samples=60, stream="probe", folds=teachers.folds)
+        for e in range(3)
+    ]
+    first, second, lam = (
+        np.concatenate([getattr(plan, name) for plan in plans])[:150]
+        for name in ("first", "second", "lam")
+    )
+    assert np.array_equal(table.row, np.arange(150)) and set(table.epoch) == {3}
+    assert np.array_equal(table.lam, lam)
+    assert np.array_equal(table.i, train.ids.numpy()[first])
+    assert np.array_equal(table.j, train.ids.numpy()[second])
+    assert np.array_equal(table.label_i, train.labels.numpy()[first])
+    assert np.array_equal(table.label_j, train.labels.numpy()[second])
+    assert kept == (table.r_hat <= 0).sum() and 0 < kept < 150
+    assert np.allclose(table.r_hat, table.updated - table.base, atol=1e-6)
+    # One term by hand, for a row of each epoch.
+    splits = cells.cell.splits
+    for row in (0, 65, 149):
+        x_i, x_j = (
+            (train.images[k].double() / 255 - splits.mean) / splits.std
+            for k in (first[row], second[row])
+        )
+        mixed = (lam[row] * x_i + (1 - lam[row]) * x_j)[None].float()
+        with torch.no_grad():
+            log_p = base.model.network(mixed)[0].double().log_softmax(0)
+        expected = (
+            -lam[row] * log_p[table.label_i[row]] - (1 - lam[row]) * log_p[table.label_j[row]]
+        )
+        assert table.base[row] == pytest.approx(float(expected), abs=1e-5)
 
 
 # -- damage -------------------------------------------------------------------------------
