@@ -4,6 +4,8 @@ Every step's rows are divided in the plan's order, so the rows, their number and
 filter decides are the same for any number of processes.
 """
 
+import atexit
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,13 +70,15 @@ class _Several(Processes):
         return reduce(value.clone(), "sum")  # type: ignore[no-any-return]
 
     def gather(self, rows: Tensor) -> Tensor:
-        from accelerate.utils import gather, pad_across_processes
+        from accelerate.utils import gather
 
-        count = torch.tensor([len(rows)], device=rows.device)
-        counts = gather(count).tolist()
-        padded = pad_across_processes(rows, dim=0)
-        parts = gather(padded).split(max(counts)) if max(counts) else []
-        return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])
+        counts = gather(torch.tensor([len(rows)], device=rows.device)).tolist()
+        # Shares may differ by a row, and all must send as much. Not accelerate's own padding:
+        # it changes the type of what it pads, and only where it pads.
+        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        parts = torch.split(gather(padded), max(counts)) if max(counts) else [rows]
+        return torch.cat([part[:n] for part, n in zip(parts, counts, strict=False)])
 
     def from_main(self, make: Callable[[], _Made]) -> _Made:
         from accelerate.utils import broadcast_object_list
@@ -113,8 +117,11 @@ class _Several(Processes):
 
 def start_processes(device: str) -> Processes:
     """Return this process's place among those torchrun started; alone if it did not."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return ALONE
+    return ALONE if int(os.environ.get("WORLD_SIZE", "1")) == 1 else _join_others(device)
+
+
+@functools.cache
+def _join_others(device: str) -> Processes:
     try:
         from accelerate import PartialState
     except ImportError as error:
@@ -122,4 +129,6 @@ def start_processes(device: str) -> Processes:
             "several processes need accelerate: pip install 'mixval[distributed]'"
         ) from error
     state = PartialState(cpu=device == "cpu")
+    # Without an orderly end, threads of the backend may abort a process that is done.
+    atexit.register(state.destroy_process_group)
     return _Several(state.process_index, state.num_processes, state.local_process_index)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +31,8 @@ class ScoreWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.file is None and not self.held:
+            self.held = [_no_rows()]
         self._flush()
         if self.file is not None:
             self.file.close()
@@ -55,6 +58,15 @@ class ScoreWriter:
             )
         self.file.write_table(table)
         self.held, self.count = [], 0
+
+
+def _no_rows() -> ScoreTable:
+    whole = {"epoch", "row", "i", "j", "label_i", "label_j"}
+    columns: dict[str, Any] = {
+        name: np.zeros(0, dtype=np.int64 if name in whole else np.float64)
+        for name in ScoreTable.columns()
+    }
+    return ScoreTable(**columns)
 
 
 def write_scores(path: Path, table: ScoreTable) -> None:

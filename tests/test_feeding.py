@@ -95,9 +95,9 @@ def test_streamed_batches_are_those_from_memory(splits, loaders, alpha, augmente
     uniforms = draw_uniforms(0, 1, splits.train.ids) if augmented else None
     both = []
     for part in (splits.train, streamed(splits.train)):
-        maker = RowMaker.of(part, splits, torch.device("cpu"))
+        maker = RowMaker.of(part, splits, torch.device("cpu"), loaders)
         maker = replace(maker, augment=crop_flip if augmented else None)
-        both.append(list(feed(maker, plans, uniforms, loaders)))
+        both.append(list(feed(maker, plans, uniforms)))
     assert len(both[0]) == len(both[1]) == len(plans)
     for held, read in zip(*both, strict=True):
         for name in ("clean", "clean_targets", "mixed", "mixed_targets", "lam"):
@@ -111,7 +111,7 @@ def test_a_row_decodes_as_many_images_as_it_has_parents(splits, alpha, images):
     plan = draw_plan(seed=0, epoch=0, alpha=alpha, num_samples=60)
     part = streamed(splits.train)
     maker = RowMaker.of(part, splits, torch.device("cpu"))
-    assert len(list(feed(maker, [plan], None, 0))) == 1
+    assert len(list(feed(maker, [plan], None))) == 1
     assert asked_of(part).total() == images * 60
     # Partners are a permutation too: every image is asked for as often as any other.
     every = [count for decoder in part.images.decoders for count in decoder.asked.values()]
