@@ -3,6 +3,7 @@
 import itertools
 import time
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -44,12 +45,12 @@ def tuned(recipe: Recipe, panel: str) -> Tuned:
         dict(zip(unknown, way, strict=True))
         for way in itertools.product(*(values[key] for key in unknown))
     ]
-    seconds = _interleaved([start_engine(recipe.with_engine(way).engine) for way in ways], job)
-    best = min(range(len(ways)), key=lambda k: seconds[k] * (_WORTH if k == 0 else 1))
-    way, found = ways[best], f"{seconds[0] / seconds[best]:.2f} times as fast as {_said(ways[0])}"
-    if "compile" in unknown and _compiling_pays(recipe, way, job, seconds[best]):
+    turns = _interleaved([start_engine(recipe.with_engine(way).engine) for way in ways], job)
+    best = _fastest(turns)
+    speed = median(turns[0]) / median(turns[best])
+    way, found = ways[best], f"{speed:.2f} times as fast as {_said(ways[0])}"
+    if "compile" in unknown and _compiling_pays(recipe, way, job, median(turns[best])):
         way = {**way, "compile": True}
-    way = engine.processes.from_main(lambda: way)
     return Tuned(recipe.with_engine(way), f"engine: {_said(way)} ({found})")
 
 
@@ -76,15 +77,25 @@ def seconds_of(job: Job, engine: Engine, steps: int) -> float:
     return time.monotonic() - start
 
 
-def _interleaved(engines: list[Engine], job: Job) -> list[float]:
-    """Return the median seconds of a step in each way; in turns, so that noise hits all alike."""
+def _fastest(turns: list[list[float]]) -> int:
+    """Return the way with the least time; the first, plain one unless another always beats it."""
+    plain = turns[0]
+    beats = [
+        all(mine < _WORTH * its for mine, its in zip(times, plain, strict=True)) for times in turns
+    ]
+    return min(range(len(turns)), key=lambda k: median(turns[k]) if beats[k] or k == 0 else inf)
+
+
+def _interleaved(engines: list[Engine], job: Job) -> list[list[float]]:
+    """Return the seconds of a step in each way, turn by turn, so that noise hits all alike."""
     rough = max(seconds_of(job, engine, _STEPS) / _STEPS for engine in engines)  # fills caches, too
-    steps = min(max(_STEPS, int(_SECONDS / rough)), 1000)
+    main = engines[0].processes  # its clock decides, so that all processes do the same
+    steps = main.from_main(lambda: min(max(_STEPS, int(_SECONDS / rough)), 1000))
     taken: list[list[float]] = [[] for _ in engines]
     for _ in range(_ROUNDS):
         for times, engine in zip(taken, engines, strict=True):
             times.append(seconds_of(job, engine, steps) / steps)
-    return [median(times) for times in taken]
+    return main.from_main(lambda: taken)
 
 
 def _compiling_pays(recipe: Recipe, way: Way, job: Job, plain: float) -> bool:
@@ -92,8 +103,9 @@ def _compiling_pays(recipe: Recipe, way: Way, job: Job, plain: float) -> bool:
     engine = start_engine(recipe.with_engine({**way, "compile": True}).engine)
     steps = job.epochs * num_steps(len(job.part), job.training.batch_size)
     first = seconds_of(job, engine, 1)
-    compiled = _interleaved([engine], job)[0]
-    return first + compiled * steps < _WORTH * plain * steps
+    compiled = median(_interleaved([engine], job)[0])
+    pays = first + compiled * steps < _WORTH * plain * steps
+    return engine.processes.from_main(lambda: pays)
 
 
 def _said(way: Way) -> str:
