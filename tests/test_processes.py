@@ -55,10 +55,14 @@ def under_torchrun(folder: Path, code: str, world: int = 2) -> list:
     script.write_text(PREAMBLE + code + ending + CLOSE)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
     command = [sys.executable, *launcher, str(script)]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=folder, **pipes) as process:
+        try:
+            errors = process.communicate(timeout=300)[1]
+        except BaseException:
+            process.terminate()  # it ends those who wait for each other; a kill would leave them
+            raise
+    assert process.returncode == 0, errors[-3000:]
     return [pickle.loads((folder / f"found-{rank}").read_bytes()) for rank in range(world)]
 
 
