@@ -61,6 +61,7 @@ def resized_crop(
     """Zoom into a box of `smallest` to all of the area, up to `stretch` times as wide as high."""
     area = smallest + (1 - smallest) * uniforms[:, 3]
     shape = torch.exp((2 * uniforms[:, 4] - 1) * math.log(stretch)).sqrt()  # of width to height
+    shape = shape.clamp(area.sqrt(), area.rsqrt())  # a box of that area fits the image
     width, height = (area.sqrt() * shape).clamp(max=1), (area.sqrt() / shape).clamp(max=1)
     # Where the box's centre may lie, in grid_sample's coordinates from -1 to 1.
     down, right = (1 - height) * (2 * uniforms[:, 0] - 1), (1 - width) * (2 * uniforms[:, 1] - 1)

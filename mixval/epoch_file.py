@@ -4,6 +4,8 @@ For what is known of every row of every epoch's plan: the weight it was given, o
 teacher's H of it. A plain .npy file; numpy reads it without us.
 """
 
+import contextlib
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ class EpochFile:
         try:
             table: np.memmap[Any, Any] = np.load(path, mmap_mode="r")
             self.epochs, self.rows = table.shape
-        except (OSError, ValueError) as error:
+        except Exception as error:  # numpy lets those of its header's parser through
             raise UserError(f"{path}: not a readable table of epochs and rows ({error})") from error
         self.dtype, self.offset = table.dtype, table.offset
         self._held: tuple[int, Tensor] = (-1, torch.empty(0))
@@ -34,12 +36,14 @@ class EpochFile:
     @staticmethod
     def create(path: Path, epochs: int, rows: int, dtype: str) -> "EpochFile":
         """Return the table at `path`, made anew unless one of this shape is there."""
-        if path.is_file():
+        with contextlib.suppress(UserError):
             found = EpochFile(path)
             if (found.epochs, found.rows, found.dtype) == (epochs, rows, np.dtype(dtype)):
                 return found  # of a training that goes on
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=(epochs, rows))
+        begun = path.with_name(f".{path.name}.part")
+        np.lib.format.open_memmap(begun, mode="w+", dtype=np.dtype(dtype), shape=(epochs, rows))
+        os.replace(begun, path)
         return EpochFile(path)
 
     def write(self, epoch: int, values: Values) -> None:

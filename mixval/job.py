@@ -61,7 +61,9 @@ def run_job(
         processes.from_main(lambda: stack.enter_context(store.locked()))
         _run_recorded(work, command, say, processes.is_main)
         report = stage == "run" and processes.is_main
-        return _summarise(store, say) if report else None
+        path = _summarise(store, say) if report else None
+        processes.wait()  # so that none ends while another is still at work
+        return path
 
 
 def _say_nothing(text: str) -> None:

@@ -30,7 +30,7 @@ from mixval.recipe_errors import one_line
 
 NAMED = ("arms", "teachers", "panels")  # sections whose keys are names of the user's
 # What may differ between two commands on one run directory: it changes no number.
-FREE = ("engine.workers", "engine.loaders", "engine.checkpoint_seconds", "seeds")
+FREE = ("engine.workers", "engine.loaders", "engine.checkpoint_seconds", "scores.bank", "seeds")
 UNREAD = ("*",)  # as allowed code: keep names of code as text, look nothing up
 
 

@@ -42,10 +42,11 @@ class StreamedImages:
         return len(self.places), *self.decoders[0].image_shape
 
     def __getitem__(self, positions: Tensor | Ints) -> Tensor:
-        rows = self.places[
-            np.asarray(positions.cpu() if isinstance(positions, Tensor) else positions)
-        ]
-        return torch.stack([self.decoders[which](place) for which, place in rows.tolist()])
+        index = positions.cpu() if isinstance(positions, Tensor) else positions
+        rows = self.places[np.asarray(index)].tolist()
+        if not rows:
+            return torch.empty((0, *self.shape[1:]), dtype=torch.uint8)
+        return torch.stack([self.decoders[which](place) for which, place in rows])
 
     def take(self, positions: Tensor | Ints) -> "StreamedImages":
         return replace(self, places=self.places[np.asarray(positions)])
@@ -57,12 +58,13 @@ class StreamedImages:
 
     @staticmethod
     def join(parts: Sequence["StreamedImages"]) -> "StreamedImages":
-        known = list({id(d): d for part in parts for d in part.decoders}.values())
+        known = {id(decoder): decoder for part in parts for decoder in part.decoders}
+        number = {key: place for place, key in enumerate(known)}
         moved = []
         for part in parts:
-            which = np.array([known.index(decoder) for decoder in part.decoders])
+            which = np.array([number[id(decoder)] for decoder in part.decoders])
             moved.append(np.stack([which[part.places[:, 0]], part.places[:, 1]], axis=1))
-        return StreamedImages(tuple(known), np.concatenate(moved))
+        return StreamedImages(tuple(known.values()), np.concatenate(moved))
 
     @property
     def fingerprint(self) -> str:

@@ -123,7 +123,8 @@ def zoomed(image: np.ndarray, uniforms: np.ndarray, smallest: float, stretch: fl
     _, rows, columns = image.shape
     down, right, mirror, size, shape = uniforms.astype(np.float64)
     area, ratio = smallest + (1 - smallest) * size, stretch ** (2 * shape - 1)
-    height, width = min(1.0, np.sqrt(area / ratio)), min(1.0, np.sqrt(area * ratio))
+    ratio = min(max(ratio, area), 1 / area)  # no side longer than the image, at that area
+    height, width = np.sqrt(area / ratio), np.sqrt(area * ratio)
     y = (1 - height) * rows * down + (np.arange(rows) + 0.5) * height - 0.5
     x = (1 - width) * columns * right + (np.arange(columns) + 0.5) * width - 0.5
     places = np.meshgrid(y, x[::-1] if flip and mirror < 0.5 else x, indexing="ij")
@@ -169,7 +170,9 @@ def test_resized_crop_is_torchvisions_on_whole_pixels(top, left):
     torch.testing.assert_close(got[inside], expected[inside])
 
 
-@pytest.mark.parametrize(("smallest", "stretch"), [(0.35, 1.33), (0.08, 4 / 3), (0.2, 2.0)])
+@pytest.mark.parametrize(
+    ("smallest", "stretch"), [(0.35, 1.33), (0.08, 4 / 3), (0.2, 2.0), (0.9, 1.33)]
+)
 def test_resized_crop_stays_in_the_image_and_within_its_bounds(smallest, stretch):
     # On an image that holds its own coordinates, two middle pixels of a view say where its box
     # is. Catches boxes that leave the image, and areas or shapes out of bounds.

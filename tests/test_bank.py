@@ -285,3 +285,25 @@ def test_a_run_with_banks_has_the_results_of_one_without(mixval, tiny_descriptio
     assert not list(live.rglob("bank.npy")) and len(list(banked.rglob("bank.npy"))) == 1
     assert tensors_of(banked) == tensors_of(live)
     assert len({path for path, _ in tensors_of(live)}) == 6
+
+
+OWN_LOSS = """
+from mixval.losses import cross_entropy
+
+def own(logits, targets, class_weight=None):
+    return {factor} * cross_entropy(logits, targets, class_weight)
+"""
+
+
+def test_a_bank_of_code_that_has_changed_is_refused(cell_run, tmp_path, monkeypatch):
+    # Catches H of the old loss, used silently once the student's folder is removed.
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "own_loss_of_a_bank.py"
+    source.write_text(OWN_LOSS.format(factor=1.0))
+    changes = {**BANK, "scores.loss": "own_loss_of_a_bank:own"}
+    cells = cell_run("run", changes)
+    cells.student("guided")
+    source.write_text(OWN_LOSS.format(factor=2.0))
+    shutil.rmtree(cells.store.place("main", 0, "students", "guided"))
+    with pytest.raises(UserError, match=r"banks.*another own code"):
+        cell_run("run", changes).student("guided")

@@ -196,3 +196,15 @@ def test_a_record_without_a_folder_leaves_nothing_behind():
     assert folder.is_dir()
     del record
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("left", [0, 60, 128, 500])
+def test_a_file_cut_while_it_was_made_is_made_anew(tmp_path, left):
+    # Killed between the header and the numbers, every resume would end with an error.
+    path = tmp_path / "table.npy"
+    EpochFile.create(path, 4, 100, "float32").write(1, np.ones(100))
+    path.write_bytes(path.read_bytes()[:left])
+    file = EpochFile.create(path, 4, 100, "float32")
+    file.write(3, np.arange(100))
+    assert torch.equal(file.read(3), torch.arange(100.0))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["table.npy"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mixval import choose
 from mixval.engine import Engine
 from mixval.errors import UserError
 from mixval.mixing import RowMaker
@@ -113,5 +114,6 @@ class Cell:
             "seed": self.seed,
             "engine": self.engine.described,
         }
-        folder = store.place(self.panel, self.seed, *place)
-        return Artifact(folder, {**common, **made_from}, kind=place[0])
+        folder, code = store.place(self.panel, self.seed, *place), choose.own_code(made_from)
+        own = {"own code": code} if code else {}
+        return Artifact(folder, {**common, **made_from, **own}, kind=place[0])

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mixval import choose
 from mixval.checkpoints import Checkpoints, load_weights, save_weights
 from mixval.engine import Prepared
 from mixval.errors import UserError
@@ -69,8 +68,6 @@ def learn(
         "training data": job.part.fingerprint,
         **(extra or {}),
     }
-    if code := choose.own_code(made_from):
-        made_from["own code"] = code
     artifact = cell.artifact(store, *place, made_from=made_from)
     facts = cell.reuse(artifact)
     if facts is not None:

@@ -27,7 +27,7 @@ def scores(cell: Cell, base: Network, name: str, teacher: TeacherSet, store: Sto
         store,
         "scores",
         name,
-        made_from={"settings": settings.model_dump(mode="json"), **provenance},
+        made_from={"settings": settings.model_dump(mode="json", exclude={"bank"}), **provenance},
     )
     if cell.reuse(artifact) is None:
         kept = write_probe(cell, artifact, teacher, point([base.model]), provenance)
