@@ -2,8 +2,17 @@
 
 Command: python experiments/scale_imagenet.py [--epochs 300] [--samples 1281167]
          [--scores-epochs 300] [--out DIR]
+Time: 33 minutes on a busy machine, and 12 GB of disk, which is freed again.
 No network runs: H is a random number that depends on epoch and row, so all that is read back
 is compared with what was written. What networks take is not in these seconds.
+
+Result, all 300 epochs of plans, bank and score store, on a busy machine (2 cores, so that the
+seconds of the processor count; seed 0, one run):
+  memory   written: 829 MB resident after 10 epochs, 852 after 100, 765 after 300, 865 at most;
+           read: 1127, 1134 and 1130 MB, 1142 at most. Flat; 0.6 GB are Python and torch.
+  disk     bank 1.54 GB (4.00 bytes a mix), score store 9.92 GB (25.81 bytes a mix)
+  seconds  of the processor per epoch: plan 0.263, augmentation's numbers 0.052, bank written
+           0.005 and read 0.003, scores written 0.258 and read 0.201
 """
 
 import argparse
