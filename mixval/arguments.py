@@ -31,10 +31,14 @@ VERBS = {
         "list": "show recipes and the options of every choice, with their parameters",
     },
     "measuring": {
-        "bench": "training speed beside the machine's limit and other libraries, as ratios",
+        "bench": "speed of training and scoring beside the limit and other libraries, as ratios",
     },
 }
-BENCH_SUITES = ("mixup", "guided")  # of mixval.bench.suites, named here without loading torch
+BENCH_SUITES = (
+    "mixup",
+    "guided",
+    "scoring",
+)  # of mixval.bench.suites, named here without loading torch
 
 
 class _Parser(argparse.ArgumentParser):

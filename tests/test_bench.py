@@ -17,10 +17,18 @@ from mixval.arguments import BENCH_SUITES
 from mixval.bench import loops, suites
 from mixval.bench.case import Case
 from mixval.bench.measure import MIN_ROUNDS, Quotient, Ratio, interleaved, ratio, turn
-from mixval.bench.ours import banked_job, guided_job, mixup_job, our_loop, regmixup_job
+from mixval.bench.ours import (
+    banked_job,
+    guided_job,
+    mixup_job,
+    our_loop,
+    our_scoring,
+    regmixup_job,
+)
 from mixval.cli import main
 from mixval.engine import start_engine
 from mixval.recipe import Choice, EngineSettings
+from mixval.score_store import ScoreWriter, read_scores
 from mixval.training import Loop
 from mixval.training_job import build_model
 
@@ -271,6 +279,44 @@ def test_mixval_trains_the_same_network_with_the_same_settings(make_job):
     assert job.training == case.training and job.training.augmentation.name == "crop_flip"
 
 
+@pytest.mark.parametrize("networks", [1, 2])
+def test_bare_passes_are_of_the_mixed_rows_without_gradients(networks, monkeypatch):
+    case, seen = make_case(), []
+
+    def spied(network, inputs, outputs):
+        seen.append((network.training, torch.is_inference_mode_enabled(), inputs[0]))
+
+    network = case.network()
+    network.register_forward_hook(spied)
+    monkeypatch.setattr(Case, "network", lambda self: network)
+    run = (loops.teacher_forward, loops.two_forwards)[networks - 1](case)
+    assert run(3) > 0
+    assert len(seen) == networks * (3 + 1)
+    mixed = loops.mixed_batch(case).mixed
+    assert all(not t and inference and torch.equal(x, mixed) for t, inference, x in seen)
+
+
+@pytest.mark.parametrize("chunks", [1, 6])  # 6 is beyond an epoch of 4
+def test_every_chunk_is_scored_and_in_the_file_when_the_clock_stops(chunks, monkeypatch):
+    tables = []
+
+    class Spied(ScoreWriter):
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            tables.append(read_scores(self.path))
+
+    monkeypatch.setattr("mixval.bench.ours.ScoreWriter", Spied)
+    run = our_scoring(make_case())
+    assert run(chunks) > 0
+    assert run(chunks) > 0
+    # Each call scores one chunk of 16 more than it writes.
+    starts = 16, 16 * (chunks + 2)
+    assert [table.row.tolist() for table in tables] == [
+        list(range(start, start + 16 * chunks)) for start in starts
+    ]
+    assert all((table.updated > 0).all() and (table.r_hat == 0).all() for table in tables)
+
+
 # -- the command --------------------------------------------------------------------------
 
 
@@ -284,10 +330,10 @@ def test_the_command_prints_ratios_and_writes_every_round(tmp_path, capsys):
     words = ["--model", "mlp", "--batch-size", "8", "--seconds", "0.2", "--samples", "64"]
     assert main(["bench", *words, "--threads", "1", "--json", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "mixup: mlp, batch 8, bf16" in said and "guided: mlp" in said
+    assert all(f"{suite}: mlp, batch 8, bf16" in said for suite in BENCH_SUITES)
     assert "images/s" in said and ">= 0.95: " in said and "<= 1.05: " in said
     results = json.loads(file.read_text())["results"]
-    assert [len(result["ratios"]) for result in results] == [3, 3]
+    assert [len(result["ratios"]) for result in results] == [3, 3, 1]
     for result in results:
         counts = {len(values) for values in result["seconds"].values()}
         assert len(counts) == 1 and counts.pop() >= MIN_ROUNDS

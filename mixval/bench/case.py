@@ -17,7 +17,7 @@ from mixval.seeding import generator
 from mixval.training_job import build_model
 from mixval.types import Part, Splits
 
-Steps = Callable[[int], float]  # does that many optimiser steps and returns their seconds
+Steps = Callable[[int], float]  # does that many steps and returns their seconds
 
 STREAM = "bench"
 SEED = 0

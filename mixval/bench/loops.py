@@ -99,16 +99,27 @@ def regmixup_step(case: Case) -> Loop:
 
 def teacher_forward(case: Case) -> Steps:
     """Return what a live teacher can't do without: its forward pass of the mixed rows."""
-    batch, teacher = mixed_batch(case), case.network().eval()
+    return _forwards(case, networks=1)
+
+
+def two_forwards(case: Case) -> Steps:
+    """Return what r_hat can't do without: a forward pass of the mixed rows by both networks."""
+    return _forwards(case, networks=2)
+
+
+def _forwards(case: Case, networks: int) -> Steps:
+    batch, every = mixed_batch(case), [case.network().eval() for _ in range(networks)]
     assert batch.mixed is not None
     inputs = _channels_last(batch.mixed)
 
+    @torch.inference_mode()
     def run(steps: int) -> float:
-        with torch.no_grad(), case.autocast():
-            teacher(inputs)
+        with case.autocast():
             start = case.now()
-            for _ in range(steps):
-                teacher(inputs)
+            for step in range(steps + 1):
+                start = case.now() if step == 1 else start  # the first warms up
+                for network in every:
+                    network(inputs)
             return case.now() - start
 
     return run

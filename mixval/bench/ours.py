@@ -1,5 +1,6 @@
-"""mixval's own training, measured through the code that trains."""
+"""mixval's own training and scoring, measured through the code that does them."""
 
+import itertools
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,11 +11,15 @@ from mixval.epoch_file import EpochFile
 from mixval.filter_policies import negative
 from mixval.guidance import Guidance
 from mixval.losses import cross_entropy
+from mixval.mixing import RowMaker, draw_plan
 from mixval.posteriors import point
 from mixval.recipe import Learner
 from mixval.rhat import Scorer
+from mixval.score_store import ScoreWriter
+from mixval.scoring import score_plans
 from mixval.training import Loop
 from mixval.training_job import Job, Watch
+from mixval.types import ScoreTable
 
 _EPOCHS = 30
 
@@ -77,3 +82,32 @@ def our_loop(case: Case, job: Job) -> Steps:
 def _steps(case: Case, job: Job) -> Iterator[None]:
     while True:  # a training that has come to its end is begun again
         yield from Loop(job, case.engine, None, Watch()).steps()
+
+
+def our_scoring(case: Case) -> Steps:
+    """Return what scores mixes by two networks, batch after batch, into a file of each call's own.
+
+    The file is finished and closed within what is measured. A batch goes before, as above.
+    """
+    taken = _scored(case)
+
+    def run(steps: int) -> float:
+        next(taken)
+        with tempfile.TemporaryDirectory() as folder:
+            start = case.now()
+            with ScoreWriter(Path(folder) / "part-0000.parquet", {"plan": case.name}) as writer:
+                for table in itertools.islice(taken, steps):
+                    writer.write(table)
+            return case.now() - start
+
+    return run
+
+
+def _scored(case: Case) -> Iterator[ScoreTable]:
+    updated, base = (point([case.engine.prepare(case.network())]) for _ in range(2))
+    plans = (
+        draw_plan(seed=SEED, epoch=epoch, alpha=1.0, num_samples=case.samples, stream=STREAM)
+        for epoch in itertools.count()
+    )
+    maker = RowMaker.of(case.splits.train, case.splits, case.engine.device)
+    return score_plans(maker, plans, Scorer(updated, cross_entropy), base, chunk=case.batch_size)

@@ -11,7 +11,14 @@ import numpy as np
 from mixval.bench import loops
 from mixval.bench.case import Case, Steps
 from mixval.bench.measure import Quotient, Ratio, Times, interleaved, ratio
-from mixval.bench.ours import banked_job, guided_job, mixup_job, our_loop, regmixup_job
+from mixval.bench.ours import (
+    banked_job,
+    guided_job,
+    mixup_job,
+    our_loop,
+    our_scoring,
+    regmixup_job,
+)
 
 log = logging.getLogger(__name__)
 WIDTH = 0.03  # of an interval that is narrow enough
@@ -51,7 +58,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured: seconds of every round, `steps` optimiser steps each."""
+    """What was measured: seconds of every round, `steps` steps each."""
 
     title: str
     batch_size: int
@@ -126,7 +133,24 @@ def guided(case: Case) -> Suite:
     return Suite(candidates, claims)
 
 
-SUITES: dict[str, Callable[[Case], Suite]] = {"mixup": mixup, "guided": guided}
+def scoring(case: Case) -> Suite:
+    """Return offline scoring: r_hat of mixes, written to parquet, beside two bare passes.
+
+    A step is a chunk of rows, as large as the case's batch.
+    """
+    candidates: dict[str, Steps] = {
+        "two forward passes, bare": loops.two_forwards(case),
+        "mixval, scored and written": our_scoring(case),
+    }
+    bare, ours = candidates
+    return Suite(candidates, [_speed(ours, bare, at_least=0.95)])
+
+
+SUITES: dict[str, Callable[[Case], Suite]] = {
+    "mixup": mixup,
+    "guided": guided,
+    "scoring": scoring,
+}
 
 
 def _speed(one: str, other: str, *, at_least: float) -> Claim:
