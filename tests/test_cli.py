@@ -16,7 +16,7 @@ BASELINE = [sys.executable, "-c", "import pydantic, yaml"]
 
 
 def processor_seconds():
-    """Return what commands have used so far: time on the wall is also that of whatever else runs."""
+    """Return what commands have used so far; time on the wall is also of whatever else runs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
