@@ -60,10 +60,19 @@ def _fail(error: BaseException, debug: bool) -> int:
         message += "" if debug else "; run again with --debug for the traceback"
     if debug:
         traceback.print_exception(error)
-    known = isinstance(error, UserError | Interrupted | KeyboardInterrupt)
-    if not (known and os.environ.get("RANK", "0") != "0"):  # of several processes, one says it
+    if not _said_by_another(error):
         print(f"mixval: {message}", file=sys.stderr)
     return code
+
+
+def _said_by_another(error: BaseException) -> bool:
+    """Say whether this is one of several processes, and the main one ends for the same reason."""
+    if os.environ.get("RANK", "0") == "0":
+        return False
+    processes = sys.modules.get("mixval.processes")  # not loaded yet: all read the same words
+    together = processes is not None and processes.joined()
+    shared = isinstance(error, Interrupted) or getattr(error, "said_by_main", False)
+    return shared or not together
 
 
 # -- commands -----------------------------------------------------------------------------

@@ -83,7 +83,9 @@ def start_engine(settings: EngineSettings) -> Engine:
     torch.backends.cudnn.benchmark = False
     device = resolve_device(settings.device)
     processes = start_processes(device)
-    if device == "cuda" and processes.world > 1:
+    if processes.world > 1 and device != "cpu":
+        if device != "cuda":
+            raise UserError(f"engine.device: must be cuda or cpu under torchrun, got {device!r}")
         device = f"cuda:{processes.local_rank}"
     return Engine(
         device=torch.device(device),

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from mixval.errors import UserError
 from mixval.mixing import RowMaker
 from mixval.types import Batch, Ints, MixPlan, StreamedImages
 
@@ -45,12 +46,19 @@ def _read(maker: RowMaker, wanted: list[list[Ints]]) -> Iterator[list[Tensor]]:
         num_workers=min(maker.loaders, len(wanted)),
         pin_memory=maker.mean.device.type == "cuda",
     )
-    yield from reader
+    for item in reader:
+        if isinstance(item, UserError):
+            raise item
+        yield item
 
 
 @dataclass(frozen=True)
-class _Wanted(Dataset[list[Tensor]]):
-    """Place in the order -> the images at each list of positions, (B, C, H, W) each."""
+class _Wanted(Dataset[list[Tensor] | UserError]):
+    """Place in the order -> the images at each list of positions, (B, C, H, W) each.
+
+    A file that can't be read comes as the error itself: raised in a loader, its line would
+    arrive wrapped into the loader's traceback.
+    """
 
     images: StreamedImages
     wanted: list[list[Ints]]
@@ -58,5 +66,8 @@ class _Wanted(Dataset[list[Tensor]]):
     def __len__(self) -> int:
         return len(self.wanted)
 
-    def __getitem__(self, place: int) -> list[Tensor]:
-        return [self.images[positions] for positions in self.wanted[place]]
+    def __getitem__(self, place: int) -> list[Tensor] | UserError:
+        try:
+            return [self.images[positions] for positions in self.wanted[place]]
+        except UserError as error:
+            return error

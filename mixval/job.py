@@ -53,6 +53,7 @@ def run_job(
     best = tuned(recipe, over[0])
     if best.found:
         say(best.found)
+        forget_sources()  # workers load their own
     work = Work(best.recipe, store, stage, with_replayed(recipe, chosen), over, workers)
     if dry_run:
         _rehearse(work, say)

@@ -43,6 +43,10 @@ class Processes:
         """Return the rows of all processes, in the order of their shares."""
         return rows
 
+    def any(self, flags: list[bool], device: torch.device) -> list[bool]:
+        """Return for each flag whether any process has raised it."""
+        return flags
+
     def from_main(self, make: Callable[[], _Made]) -> _Made:
         """Return what the main process makes; the others wait for it, or for its error."""
         return make()
@@ -80,6 +84,10 @@ class _Several(Processes):
         parts = torch.split(gather(padded), max(counts)) if max(counts) else [rows]
         return torch.cat([part[:n] for part, n in zip(parts, counts, strict=False)])
 
+    def any(self, flags: list[bool], device: torch.device) -> list[bool]:
+        raised = self.total(torch.tensor(flags, dtype=torch.float32, device=device))
+        return [bool(count > 0) for count in raised.tolist()]
+
     def from_main(self, make: Callable[[], _Made]) -> _Made:
         from accelerate.utils import broadcast_object_list
 
@@ -91,6 +99,7 @@ class _Several(Processes):
                 made[1] = error
         broadcast_object_list(made)
         if made[1] is not None:
+            made[1].said_by_main = True
             raise made[1]
         return made[0]  # type: ignore[no-any-return]
 
@@ -118,6 +127,11 @@ class _Several(Processes):
 def start_processes(device: str) -> Processes:
     """Return this process's place among those torchrun started; alone if it did not."""
     return ALONE if int(os.environ.get("WORLD_SIZE", "1")) == 1 else _join_others(device)
+
+
+def joined() -> bool:
+    """Say whether this process works with others already."""
+    return _join_others.cache_info().currsize > 0
 
 
 @functools.cache

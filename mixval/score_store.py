@@ -1,6 +1,7 @@
 """ScoreTable <-> parquet: one file per part, with page checksums and the provenance inside."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class ScoreWriter:
 
     def __init__(self, path: Path, provenance: dict[str, str]) -> None:
         self.path, self.provenance = path, provenance
+        self.unfinished = path.with_name(f".{path.name}.part")
         self.file: pq.ParquetWriter | None = None
         self.held, self.count = list[ScoreTable](), 0
 
@@ -33,12 +35,16 @@ class ScoreWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.file is None and not self.held:
             self.held = [_no_rows()]
         self._flush()
-        if self.file is not None:
-            self.file.close()
+        assert self.file is not None
+        self.file.close()
+        if kind is None:
+            os.replace(self.unfinished, self.path)
+        else:
+            self.unfinished.unlink()
 
     def write(self, table: ScoreTable) -> None:
         self.held.append(table)
@@ -57,7 +63,7 @@ class ScoreWriter:
         table = pa.table(columns).replace_schema_metadata(described)
         if self.file is None:
             self.file = pq.ParquetWriter(
-                self.path,
+                self.unfinished,
                 table.schema,
                 compression="zstd",
                 write_page_checksum=True,

@@ -157,6 +157,7 @@ class Loop:
             loss.backward()  # type: ignore[no-untyped-call]
             self._count(loss, logits, batch, weight)
         self.processes.sum_gradients(self.model.network)
+        self.processes.average_buffers(self.model.network)
         self.optimiser.step()
         state.cost.steps += 1
 
@@ -231,7 +232,6 @@ class Loop:
     def _end_epoch(self, alpha: float) -> None:
         job, state = self.job, self.state
         loss, hits, kept, rows = self.processes.total(state.totals).tolist()
-        self.processes.average_buffers(self.model.network)
         if self.record is not None:
             self.record.end_epoch(state.epoch)
         row: dict[str, Any] = {
@@ -334,9 +334,7 @@ class Loop:
     def _maybe_stop(self) -> None:
         stop = self.watch.should_stop()
         save = stop or time.monotonic() - self.saved > self.watch.checkpoint_seconds
-        if self.processes.world > 1:  # what one decides, all do
-            flags = torch.tensor([float(stop), float(save)], device=self.device)
-            stop, save = (self.processes.total(flags) > 0).tolist()
+        stop, save = self.processes.any([stop, save], self.device)  # what one decides, all do
         if save:
             self._save()
         if stop:

@@ -1,7 +1,9 @@
 """The teacher's H scored beforehand: the same students bit for bit, H itself by brute force."""
 
+import importlib
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -243,7 +245,7 @@ def test_an_interrupted_bank_goes_on_and_scores_damaged_epochs_again(
     cells = cell_run("cut", BANK)
     folder = banks_of(cells)[0]
     assert not (folder / "manifest.json").exists()
-    assert set(json.loads((folder / "epochs.json").read_text())) == {"0", "1"}
+    assert set(json.loads((folder / "epochs.json").read_text())["sums"]) == {"0", "1"}
     if damaged:
         table = np.load(folder / "bank.npy", mmap_mode="r+")
         table[0, 7] += 1
@@ -307,3 +309,26 @@ def test_a_bank_of_code_that_has_changed_is_refused(cell_run, tmp_path, monkeypa
     shutil.rmtree(cells.store.place("main", 0, "students", "guided"))
     with pytest.raises(UserError, match=r"banks.*another own code"):
         cell_run("run", changes).student("guided")
+
+
+def test_an_unfinished_bank_of_other_code_is_begun_again(cell_run, tmp_path, monkeypatch):
+    # Catches a bank that is half of the old loss and half of the new one.
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "own_loss_begun.py"
+    source.write_text(OWN_LOSS.format(factor=1.0))
+    changes = {**BANK, "scores.loss": "own_loss_begun:own"}
+    cells = cell_run("stopped", changes)
+    cells.teacher("failures")
+    stopped = cell_run("stopped", changes, stop_at(8))
+    with pytest.raises(Interrupted):
+        stopped.student("guided")
+    assert len(json.loads(next(tmp_path.rglob("epochs.json")).read_text())["sums"]) >= 1
+    source.write_text(OWN_LOSS.format(factor=2.0))
+    monkeypatch.delitem(sys.modules, "own_loss_begun", raising=False)
+    importlib.invalidate_caches()
+    resumed = cell_run("stopped", changes)
+    resumed.student("guided")
+    fresh = cell_run("fresh", changes)
+    fresh.student("guided")
+    one, other = (np.load(banks_of(c)[0] / "bank.npy") for c in (resumed, fresh))
+    assert np.array_equal(one, other)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mixval import filter_policies
 from mixval.checkpoints import Checkpoints
 from mixval.engine import start_engine
-from mixval.errors import Interrupted
+from mixval.errors import Interrupted, UserError
 from mixval.feeding import feed
 from mixval.fingerprints import array_fingerprint
 from mixval.guidance import Guidance
@@ -273,3 +273,24 @@ def test_decoders_are_told_apart_without_comparing_them(splits):
 def test_no_positions_are_no_images(splits):
     nothing = streamed(splits.train).images[torch.arange(0)]
     assert nothing.shape == (0, *splits.train.images.shape[1:]) and nothing.dtype == torch.uint8
+
+
+class Broken(Held):
+    """A decoder with a file that can't be read."""
+
+    def __call__(self, place):
+        if place == 7:
+            raise UserError("pets/cat/7.jpg: damaged or incomplete; delete it and get it again")
+        return super().__call__(place)
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_a_damaged_file_is_one_line_from_a_loader_too(splits, loaders):
+    # torch wraps what a worker raises into its traceback.
+    images = StreamedImages.of(Broken(splits.train.images), 60)
+    part = Part(images, splits.train.labels, splits.train.ids)
+    maker = RowMaker.of(part, splits, torch.device("cpu"), loaders)
+    plan = draw_plan(seed=0, epoch=0, alpha=1.0, num_samples=60)
+    plans = [plan.keep(slice(at, at + 20)) for at in (0, 20, 40)]
+    with pytest.raises(UserError, match=r"^pets/cat/7.jpg: damaged[^\n]*again$"):
+        list(feed(maker, plans, None))

@@ -1,5 +1,6 @@
 """Several processes: each row once, sums and orders as with one, and the same training."""
 
+import json
 import pickle
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mixval.processes import ALONE, Processes, start_processes
+from mixval.score_store import read_scores
 
 # -- one process --------------------------------------------------------------------------
 
@@ -292,3 +295,40 @@ def test_a_training_that_one_process_stops_goes_on_bit_for_bit(trainings, world)
             assert one["weights"][name].tobytes() == weights.tobytes()
         for mine, theirs in zip(one["record"], other["record"], strict=True):
             assert mine.tobytes() == theirs.tobytes()
+
+
+# -- the whole command --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_command_gives_the_same_run_with_two_processes(
+    mixval_script, tiny_description, tmp_path
+):
+    # Base, failures, teacher, bank, scores by two, students, evaluation and report.
+    described = tiny_description({"scores.bank": True, "scores.rows": 97, "scores.epochs": [2]})
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(described))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+    words = [mixval_script, "run", "tiny.yaml", "--out"]
+    for name, command in {
+        "one": [*words, "one"],
+        "two": [*launcher, "--nproc_per_node", "2", *words, "two"],
+    }.items():
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count(f"report: {name}/report.html") == 1
+    one, two = (tmp_path / name / "main" / "seed-0" for name in ("one", "two"))
+    assert len(list((two / "scores" / "failures").glob("part-*.parquet"))) == 2
+    tables = [read_scores(folder / "scores" / "failures") for folder in (one, two)]
+    for name in ("row", "i", "j", "lam"):
+        assert np.array_equal(*(getattr(table, name) for table in tables))
+    np.testing.assert_allclose(tables[0].r_hat, tables[1].r_hat, atol=1e-4)
+    for arm in ("all", "erm", "guided", "yoked"):
+        facts = [
+            json.loads((folder / "results" / arm / "manifest.json").read_text())["facts"]["facts"]
+            for folder in (one, two)
+        ]
+        assert facts[0]["nll"] == pytest.approx(facts[1]["nll"], abs=1e-4)
+        for key in ("steps", "forwards"):
+            assert facts[0]["cost"][key] == facts[1]["cost"][key]

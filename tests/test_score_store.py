@@ -233,3 +233,53 @@ def test_other_tables_are_refused_by_name(tmp_path):
         read_scores(path)
     with pytest.raises(UserError, match="missing"):
         read_scores(tmp_path / "missing.parquet")
+
+
+def test_a_file_is_not_there_until_it_is_whole(tmp_path):
+    # A part that looks whole after an error would be read, and sealed, as all there is.
+    path = tmp_path / "part-0000.parquet"
+
+    def write_and_fail():
+        with ScoreWriter(path, {}) as writer:
+            writer.write(make_table(4))
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        write_and_fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_every_row_is_scored_once_by_any_number_of_processes(splits, engine, teacher_model, world):
+    from mixval.losses import cross_entropy
+    from mixval.mixing import RowMaker, draw_plan
+    from mixval.posteriors import point
+    from mixval.processes import Processes
+    from mixval.rhat import Scorer
+    from mixval.scoring import score_plans
+
+    maker = RowMaker.of(splits.train, splits, engine.device)
+    teacher, base = point([teacher_model]), point([torch.nn.Sequential(*_plain(splits))])
+
+    def scored(rank, of):
+        plans = [draw_plan(seed=0, epoch=k, alpha=1.0, num_samples=60) for k in range(2)]
+        tables = score_plans(
+            maker,
+            plans,
+            Scorer(teacher, cross_entropy),
+            base,
+            chunk=13,
+            processes=Processes(rank, of),
+        )
+        return list(tables)
+
+    whole = ScoreTable.join(scored(0, 1))
+    parts = ScoreTable.join([table for rank in range(world) for table in scored(rank, world)])
+    assert parts.row.tolist() == list(range(120))
+    assert_same(parts, whole)
+
+
+def _plain(splits):
+    torch.manual_seed(0)
+    size = splits.train.images[0].numel()
+    return [torch.nn.Flatten(), torch.nn.Linear(size, splits.num_classes)]

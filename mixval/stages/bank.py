@@ -83,7 +83,8 @@ def _make(cell: Cell, artifact: Artifact, teacher: TeacherSet, job: Job) -> dict
         if processes.is_main:
             file.write(epoch, losses)
             sums[str(epoch)] = file.checksum(epoch)
-            write_atomically(artifact.path(_DONE), json.dumps(sums).encode())
+            done = {"made_from": artifact.fingerprint, "sums": sums}
+            write_atomically(artifact.path(_DONE), json.dumps(done).encode())
     cost = Cost(forwards=len(mixing) * len(job.part), seconds=time.monotonic() - start)
     facts = {"cost": vars(cost), "mixes": len(mixing) * len(job.part)}
     if processes.is_main:
@@ -95,8 +96,12 @@ def _make(cell: Cell, artifact: Artifact, teacher: TeacherSet, job: Job) -> dict
 def _scored_already(artifact: Artifact, file: EpochFile) -> dict[str, int]:
     """Return the epochs that an interrupted try has scored, as far as they are whole."""
     path = artifact.folder / _DONE
-    known: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {}
-    return {epoch: value for epoch, value in known.items() if file.checksum(int(epoch)) == value}
+    done = json.loads(path.read_text()) if path.is_file() else {}
+    if done.get("made_from") != artifact.fingerprint:  # other code, or another engine
+        return {}
+    return {
+        epoch: value for epoch, value in done["sums"].items() if file.checksum(int(epoch)) == value
+    }
 
 
 def _epoch_losses(
@@ -122,6 +127,6 @@ def _epoch_losses(
             log_probs = teacher.posterior(batch.mixed, batch.fold)
             parts.append(draw_losses(log_probs, batch.mixed_targets, loss).mean(0))
         values.append(processes.gather(torch.cat(parts)).cpu())
-        if processes.total(torch.tensor(float(cell.watch.should_stop()))) > 0:
+        if processes.any([cell.watch.should_stop()], cell.engine.device)[0]:
             raise Interrupted
     return torch.cat(values).float().numpy()

@@ -1,5 +1,6 @@
 """One panel and one seed of a run: what every stage of it needs to know."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from mixval.store import Artifact, Store
 from mixval.training_job import Watch
 from mixval.types import FailureSet, Ints, Part, Splits
 
+log = logging.getLogger(__name__)
 FORMAT = 1  # of what stages write; raise it when older artifacts must not be used again
 
 
@@ -49,6 +51,12 @@ class Cell:
             val_dev=data.val_dev,
             label_noise=data.label_noise,
         )
+        present = torch.bincount(splits.train.labels, minlength=splits.num_classes) > 0
+        if absent := [c for c, found in zip(splits.classes, present, strict=True) if not found]:
+            log.warning(
+                "data.train: %d of %d classes have no train sample, such as %s",
+                *(len(absent), splits.num_classes, absent[0]),
+            )
         if self.recipe.training.batch_size > len(splits.train):
             raise UserError(
                 f"training.batch_size: must be at most the {len(splits.train)} train samples, "
@@ -77,7 +85,7 @@ class Cell:
         """Return the maker of unaugmented rows of a part, on the engine's device."""
         return RowMaker.of(part, self.splits, self.engine.device, self.engine.loaders)
 
-    def train_rows(self, folds: Ints | None) -> RowMaker:
+    def probe_rows(self, folds: Ints | None) -> RowMaker:
         """Return the maker of unaugmented rows of `train`, which knows the folds of its samples."""
         device = self.engine.device
         known = None if folds is None else torch.from_numpy(folds).to(device)

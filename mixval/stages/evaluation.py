@@ -33,14 +33,18 @@ def evaluation(
             "hold-out failures": [] if failures is None else failures.holdout.tolist(),
         },
     )
-    return cell.once(artifact, lambda: _measured(cell, name, network, preparation, failures))
+    facts = cell.reuse(artifact)
+    if facts is None:
+        made = _measured(cell, name, network, preparation, failures)  # by all processes
+        facts = cell.once(artifact, lambda: made)
+    return facts
 
 
 def _measured(
     cell: Cell, name: str, network: Network, preparation: Cost, failures: FailureSet | None
 ) -> dict[str, Any]:
     rows = cell.rows(cell.splits.test)
-    log_probs = predict(network.model, rows)
+    log_probs = predict(network.model, rows, processes=cell.engine.processes)
     accuracy, nll = accuracy_and_nll(log_probs, rows.part.labels)
     facts = {
         "panel": cell.panel,
@@ -57,9 +61,8 @@ def _measured(
     if failures is not None and len(failures.holdout):
         split = getattr(cell.splits, failures.split)
         held = cell.rows(split.with_ids(torch.from_numpy(failures.holdout)))
-        facts["holdout_accuracy"] = accuracy_and_nll(
-            predict(network.model, held), held.part.labels
-        )[0]
+        seen = predict(network.model, held, processes=cell.engine.processes)
+        facts["holdout_accuracy"] = accuracy_and_nll(seen, held.part.labels)[0]
     return facts
 
 

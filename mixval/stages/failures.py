@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from torch import Tensor
 
 from mixval import choose
 from mixval.metrics import predict
@@ -31,7 +32,10 @@ def failures(cell: Cell, base: Network, store: Store) -> FailureSet:
             "examined": part.fingerprint,
         },
     )
-    cell.once(artifact, lambda: _find(cell, base, part, artifact))
+    if cell.reuse(artifact) is None:
+        rows = cell.rows(part)
+        seen = predict(base.model, rows, processes=cell.engine.processes)
+        cell.once(artifact, lambda: _find(cell, seen, part, artifact))
     table = pq.read_table(artifact.path("failures.parquet")).to_pydict()
     ids, use = np.array(table["id"], dtype=np.int64), np.array(table["use"])
     return FailureSet(
@@ -43,10 +47,10 @@ def failures(cell: Cell, base: Network, store: Store) -> FailureSet:
     )
 
 
-def _find(cell: Cell, base: Network, part: Part, artifact: Artifact) -> dict[str, Any]:
-    settings, rows = cell.recipe.failures, cell.rows(part)
+def _find(cell: Cell, seen: Tensor, part: Part, artifact: Artifact) -> dict[str, Any]:
+    settings = cell.recipe.failures
     rule = choose.pick("failure_rules", settings.rule.name, settings.rule.parameters)
-    failing = rule(predict(base.model, rows), rows.part.labels).cpu().numpy()
+    failing = rule(seen, part.labels.to(seen.device)).cpu().numpy()
     ids = generator(cell.seed, "failures").permutation(part.ids.numpy()[failing])
     held = round(settings.holdout * len(ids))
     use = np.where(np.arange(len(ids)) < held, "holdout", "query")

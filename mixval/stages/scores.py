@@ -71,7 +71,7 @@ def score_probe(
     settings = cell.recipe.scores
     loss: Loss = choose.pick("losses", settings.loss.name, settings.loss.parameters)
     return score_plans(
-        cell.train_rows(teacher.folds),
+        cell.probe_rows(teacher.folds),
         probe_plans(cell, teacher),
         Scorer(teacher.posterior, loss),
         base,
