@@ -1,13 +1,13 @@
 """What a run will take: the networks that are not there yet, and a few batches measured."""
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from mixval.engine import start_engine
 from mixval.pipeline import CellRun
-from mixval.recipe import Learner, Recipe
+from mixval.recipe import Arm, Learner, Recipe
 from mixval.stages.cell import Cell
 from mixval.store import Store
 from mixval.training_job import build_model, num_steps
@@ -17,6 +17,7 @@ from mixval.work import Work
 Place = tuple[str, ...]
 _Learner = TypeVar("_Learner", bound=Learner)
 _MEASURED_STEPS = 10
+_RECORDED = 4  # bytes of the record of a row: its own weight, and that of the clean sample
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Estimate:
 
 
 def estimate(work: Work) -> Estimate:
-    """Build every network, train a few batches of one with both terms, and multiply."""
+    """Train a few batches of every kind of network with both terms, and multiply."""
     recipe = work.recipe
     planned = planned_networks(recipe, work.stage, work.arms)
     missing = [
@@ -49,23 +50,37 @@ def estimate(work: Work) -> Estimate:
     ]
     engine = start_engine(recipe.engine)
     cell = Cell(recipe, *work.cells[0], engine)
-    splits, size = cell.splits, recipe.training.batch_size
-    for model in {m.model_dump_json(): m for m in map(recipe.model_of, missing)}.values():
-        build_model(model, splits, cell.seed, "estimate")
-    job = measured_job(recipe, cell)
-    seconds_of(job, engine, 2)  # the first time loads libraries and fills caches
-    per_step = seconds_of(job, engine, _MEASURED_STEPS) / _MEASURED_STEPS
-    weights = sum(
-        t.numel() for t in build_model(recipe.model, splits, cell.seed, "x").state_dict().values()
-    )
-    steps = sum(map(recipe.epochs_of, missing)) * num_steps(len(splits.train), size)
+    samples = len(cell.splits.train)
+    per_epoch = num_steps(samples, recipe.training.batch_size)
+    steps, seconds, weights, records = 0, 0.0, 0, 0
+    measured = _measured(recipe, missing, cell)
+    for learner in missing:
+        per_step, size = measured[recipe.model_of(learner).model_dump_json()]
+        epochs = recipe.epochs_of(learner)
+        steps, seconds = steps + epochs * per_epoch, seconds + epochs * per_epoch * per_step
+        weights += size
+        guided = isinstance(learner, Arm) and bool(learner.teacher or learner.yoked_to)
+        records += epochs * samples * _RECORDED if guided else 0
     return Estimate(
         networks=len(missing),
         steps=steps,
-        seconds=steps * per_step / work.workers,
-        megabytes=len(missing) * weights * 4 / 1e6,
+        seconds=seconds / work.workers,
+        megabytes=(4 * weights + records) / 1e6,
         workers=work.workers,
     )
+
+
+def _measured(recipe: Recipe, missing: list[Learner], cell: Cell) -> dict[str, tuple[float, int]]:
+    """Return the seconds of a step and the number of weights of each kind of network."""
+    kinds = {model.model_dump_json(): model for model in map(recipe.model_of, missing)}
+    found = {}
+    for key, model in kinds.items():
+        job = replace(measured_job(recipe, cell), model=model)
+        seconds_of(job, cell.engine, 2)  # the first time loads libraries and fills caches
+        seconds = seconds_of(job, cell.engine, _MEASURED_STEPS) / _MEASURED_STEPS
+        tensors = build_model(model, cell.splits, cell.seed, "estimate").state_dict().values()
+        found[key] = seconds, sum(tensor.numel() for tensor in tensors)
+    return found
 
 
 def rehearse(work: Work) -> None:
