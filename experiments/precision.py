@@ -1,6 +1,16 @@
 """Do bf16, channels_last and torch.compile change what a network learns?
 
 Command: python experiments/precision.py [--seeds 10] [--compile-seeds 10] [--out DIR]
+Time: 50 minutes on a busy machine of 2 cores.
+CIFAR-10, 3,000 train samples, conv_net of width 16, 6 epochs, arm `all` (clean and mixed rows).
+
+Result, seeds 0-9 in every way, on the 10,000 test images; differences are paired over seeds,
+with 95 % t intervals:
+                                accuracy %, sd over seeds   to fp32         NLL     to fp32
+  fp32                          43.58       1.82                            1.524
+  bf16, channels_last           43.65       1.95            +0.07 ± 0.34    1.526   +0.002 ± 0.010
+  bf16, channels_last, compile  43.75       1.89            +0.17 ± 0.45    1.520   -0.003 ± 0.009
+No change is shown, and the intervals reach at most to 0.34 of a standard deviation over seeds.
 """
 
 import argparse
