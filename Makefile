@@ -12,7 +12,7 @@ test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n auto
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV). torch from PyPI brings CUDA: about 5.6 GB, also where there is no GPU."

@@ -64,6 +64,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for nodeid, reason in _skips(config):
         verdict = "allowed" if _allowed(nodeid, reason) else "NOT ALLOWED"
         terminalreporter.write_line(f"skipped ({verdict}): {nodeid}: {reason}")
+    for marker, there in NEEDED.items():
+        if not there:  # they are not collected, so that nobody takes them for passed
+            terminalreporter.write_line(
+                f"left out: the tests marked {marker!r}; see pyproject.toml"
+            )
 
 
 # -- tests that need data which is not here are left out, not skipped -----------------------

@@ -7,6 +7,7 @@ import miniatures
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from mixval import sources
 from mixval.datasets import digits, image_folder
@@ -55,13 +56,20 @@ def test_arrays_stay_in_memory():
 
 
 @pytest.mark.parametrize("images", ["memory", "stream"])
+@pytest.mark.parametrize("kind", ["png", "jpg", "bmp"])
 @pytest.mark.parametrize("damage", ["text", "cut", "empty"])
-def test_a_damaged_image_is_refused_by_name_before_training(folder, images, damage):
-    path = folder / "val" / "b" / "03.png"
-    cut = path.read_bytes()[: 40 if images == "memory" else 12]
-    path.write_bytes({"text": b"no image", "cut": cut, "empty": b""}[damage])
+def test_a_damaged_image_is_refused_by_name_before_training(folder, images, damage, kind):
+    # A file cut in its pixels still has its header: only its end tells.
+    old = folder / "val" / "b" / "03.png"
+    path = old.with_suffix(f".{kind}")
+    with Image.open(old) as image:
+        image.convert("RGB").resize((64, 64)).save(path)
+    if path != old:
+        old.unlink()
+    whole = path.read_bytes()
+    path.write_bytes({"text": b"no image", "cut": whole[: -len(whole) // 4], "empty": b""}[damage])
     source = image_folder(path=str(folder), size=8)
-    with pytest.raises(UserError, match=r"val/b/03\.png") as caught:
+    with pytest.raises(UserError, match=rf"val/b/03\.{kind}") as caught:
         place_images(source, images)
     assert "\n" not in str(caught.value)
 

@@ -18,6 +18,8 @@ from mixval.types import Part, StreamedImages
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # More than 8 bits a channel would be cut off, not scaled, so it is refused.
 _EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
+# What a whole file has near its end; one that lacks it, or is of another kind, is decoded.
+_END, _TAIL = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}, 64
 
 
 class ImageFiles:
@@ -39,17 +41,20 @@ class ImageFiles:
         return self._opened(place, pixels=True)
 
     def check(self) -> None:
-        """Refuse a file that is not an image, by its header, without decoding pixels."""
+        """Refuse a file that is not an image or has no end; pixels are decoded only in doubt."""
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda place: self._opened(place, pixels=False), range(len(self.names))))
 
     def _opened(self, place: int, *, pixels: bool) -> Tensor:
         name = self.names[place]
         try:
-            with Image.open(io.BytesIO(self.tree.read(name))) as image:
+            data = self.tree.read(name)
+            with Image.open(io.BytesIO(data)) as image:
                 if image.mode not in _EIGHT_BITS:
                     raise UserError(f"mode {image.mode}: save it with 8 bits a channel")
                 if not pixels:
+                    if _END.get(image.format or "", b"?") not in data[-_TAIL:]:
+                        image.load()
                     return torch.empty(0)
                 picture = image.convert(self.mode)
                 if self.banner:
