@@ -22,8 +22,8 @@ def feed(maker: RowMaker, plans: Sequence[MixPlan], uniforms: Tensor | None) -> 
     if not maker.part.streams:
         yield from (maker.batch(plan, uniforms) for plan in plans)
         return
-    parents = [[p.first, p.second] if p.mixes else [p.first] for p in plans]
-    for plan, decoded in zip(plans, _read(maker, parents), strict=True):
+    wanted = [plan.parents for plan in plans]
+    for plan, decoded in zip(plans, _read(maker, wanted), strict=True):
         yield maker.batch(plan, uniforms, decoded)
 
 
@@ -32,12 +32,12 @@ def feed_inputs(maker: RowMaker, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
     if not maker.part.streams:
         yield from (maker.inputs(positions) for positions in chunks)
         return
-    wanted = [[np.asarray(positions.cpu())] for positions in chunks]
+    wanted = [np.asarray(positions.cpu()) for positions in chunks]
     for positions, decoded in zip(chunks, _read(maker, wanted), strict=True):
-        yield maker.inputs(positions, decoded=decoded[0])
+        yield maker.inputs(positions, decoded=decoded)
 
 
-def _read(maker: RowMaker, wanted: list[list[Ints]]) -> Iterator[list[Tensor]]:
+def _read(maker: RowMaker, wanted: list[Ints]) -> Iterator[Tensor]:
     images = maker.part.images
     assert isinstance(images, StreamedImages)
     reader = DataLoader(
@@ -53,21 +53,21 @@ def _read(maker: RowMaker, wanted: list[list[Ints]]) -> Iterator[list[Tensor]]:
 
 
 @dataclass(frozen=True)
-class _Wanted(Dataset[list[Tensor] | UserError]):
-    """Place in the order -> the images at each list of positions, (B, C, H, W) each.
+class _Wanted(Dataset[Tensor | UserError]):
+    """Place in the order -> the images at its positions, (B, C, H, W).
 
     A file that can't be read comes as the error itself: raised in a loader, its line would
     arrive wrapped into the loader's traceback.
     """
 
     images: StreamedImages
-    wanted: list[list[Ints]]
+    wanted: list[Ints]
 
     def __len__(self) -> int:
         return len(self.wanted)
 
-    def __getitem__(self, place: int) -> list[Tensor] | UserError:
+    def __getitem__(self, place: int) -> Tensor | UserError:
         try:
-            return [self.images[positions] for positions in self.wanted[place]]
+            return self.images[self.wanted[place]]
         except UserError as error:
             return error

@@ -1,6 +1,6 @@
 """Draw a MixPlan; make the mixed rows of a plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,26 +95,23 @@ class RowMaker:
         return images.float().div_(255).sub_(self.mean).div_(self.std)
 
     def batch(
-        self,
-        rows: MixPlan,
-        uniforms: Tensor | None = None,
-        decoded: Sequence[Tensor | None] = (None, None),
+        self, rows: MixPlan, uniforms: Tensor | None = None, decoded: Tensor | None = None
     ) -> Batch:
-        """Return the rows of a plan; `decoded` are the images of both parents, if read already."""
-        device, labels = self.part.labels.device, self.part.labels
-        first = torch.from_numpy(rows.first).to(device)
-        clean = self.inputs(first, uniforms, decoded[0])
-        targets = F.one_hot(labels[first], self.num_classes).to(clean.dtype)
-        fold = None if self.folds is None else self.folds[first]
+        """Return the rows of a plan; `decoded`: the images of `rows.parents`, if read already."""
+        device, count = self.part.labels.device, len(rows)
+        # Both parents of all rows at once: half as many operations.
+        parents = torch.from_numpy(rows.parents).to(device)
+        seen = self.inputs(parents, uniforms, decoded)
+        labels = F.one_hot(self.part.labels[parents], self.num_classes).to(seen.dtype)
+        fold = None if self.folds is None else self.folds[parents[:count]]
         if not rows.mixes:
-            return Batch(clean, targets, fold=fold)
-        second = torch.from_numpy(rows.second).to(device)
-        lam = torch.from_numpy(rows.lam).to(device, clean.dtype)
+            return Batch(seen, labels, fold=fold)
+        lam = torch.from_numpy(rows.lam).to(device, seen.dtype)
         return Batch(
-            clean=clean,
-            clean_targets=targets,
-            mixed=mix(clean, self.inputs(second, uniforms, decoded[1]), lam),
-            mixed_targets=mixed_targets(labels[first], labels[second], lam, self.num_classes),
+            clean=seen[:count],
+            clean_targets=labels[:count],
+            mixed=mix(seen[:count], seen[count:], lam),
+            mixed_targets=mix(labels[:count], labels[count:], lam),
             lam=lam,
             fold=fold,
         )

@@ -184,6 +184,11 @@ class MixPlan:
         """Whether anything is mixed at all: alpha = 0 means it is not."""
         return self.alpha > 0
 
+    @property
+    def parents(self) -> Ints:
+        """Whose images the rows are made of: all first samples, then, if mixed, all second."""
+        return np.concatenate([self.first, self.second]) if self.mixes else self.first
+
     def keep(self, rows: npt.NDArray[Any] | slice) -> "MixPlan":
         # Take rows of the one drawn sequence; never draw a shorter one. Filtered and
         # unfiltered students then see the same mixes in the same order, so comparing
