@@ -53,7 +53,8 @@ class ImageFiles:
                 if image.mode not in _EIGHT_BITS:
                     raise UserError(f"mode {image.mode}: save it with 8 bits a channel")
                 if not pixels:
-                    if _END.get(image.format or "", b"?") not in data[-_TAIL:]:
+                    end = _END.get(image.format or "")
+                    if end is None or end not in data[-_TAIL:]:
                         image.load()
                     return torch.empty(0)
                 picture = image.convert(self.mode)
