@@ -100,9 +100,15 @@ def start_engine(settings: EngineSettings) -> Engine:
 
 def num_workers(device: str, asked: int, cells: int) -> int:
     """Return how many processes share the cells: one per core that is ours, one on a GPU."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    default = (cores or 1) if resolve_device(device) == "cpu" else 1
+    default = num_cores() if resolve_device(device) == "cpu" else 1
     return min(asked or default, cells)
+
+
+def num_cores() -> int:
+    """Return the cores that are ours, which may be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def resolve_device(device: str) -> str:

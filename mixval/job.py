@@ -49,7 +49,7 @@ def run_job(
     processes = start_processes(resolve_device(settings.device))
     workers = num_workers(settings.device, settings.workers, len(over) * len(recipe.seeds))
     workers = workers if processes.world == 1 else 1
-    say = say if processes.is_main else _say_nothing
+    say = say if processes.is_main else lambda text: None  # one speaks for all
     best = tuned(recipe, over[0])
     if best.found:
         say(best.found)
@@ -65,10 +65,6 @@ def run_job(
         path = _summarise(store, say) if report else None
         processes.wait()  # so that none ends while another is still at work
         return path
-
-
-def _say_nothing(text: str) -> None:
-    """Say nothing: one of several processes speaks for all."""
 
 
 def _rehearse(work: Work, say: Callable[[str], None]) -> None:

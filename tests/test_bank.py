@@ -297,38 +297,42 @@ def own(logits, targets, class_weight=None):
 """
 
 
-def test_a_bank_of_code_that_has_changed_is_refused(cell_run, tmp_path, monkeypatch):
-    # Catches H of the old loss, used silently once the student's folder is removed.
+@pytest.fixture
+def own_loss(tmp_path, monkeypatch):
+    """Return a writer of a loss of the user's own, as the recipe names it, times a factor."""
     monkeypatch.chdir(tmp_path)
-    source = tmp_path / "own_loss_of_a_bank.py"
-    source.write_text(OWN_LOSS.format(factor=1.0))
-    changes = {**BANK, "scores.loss": "own_loss_of_a_bank:own"}
+    name = f"own_loss_{tmp_path.name}"
+
+    def write(factor):
+        (tmp_path / f"{name}.py").write_text(OWN_LOSS.format(factor=factor))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.invalidate_caches()
+        return {**BANK, "scores.loss": f"{name}:own"}
+
+    return write
+
+
+def test_a_bank_of_code_that_has_changed_is_refused(cell_run, own_loss):
+    # Catches H of the old loss, used silently once the student's folder is removed.
+    changes = own_loss(1.0)
     cells = cell_run("run", changes)
     cells.student("guided")
-    source.write_text(OWN_LOSS.format(factor=2.0))
+    own_loss(2.0)
     shutil.rmtree(cells.store.place("main", 0, "students", "guided"))
     with pytest.raises(UserError, match=r"banks.*another own code"):
         cell_run("run", changes).student("guided")
 
 
-def test_an_unfinished_bank_of_other_code_is_begun_again(cell_run, tmp_path, monkeypatch):
+def test_an_unfinished_bank_of_other_code_is_begun_again(cell_run, own_loss, tmp_path):
     # Catches a bank that is half of the old loss and half of the new one.
-    monkeypatch.chdir(tmp_path)
-    source = tmp_path / "own_loss_begun.py"
-    source.write_text(OWN_LOSS.format(factor=1.0))
-    changes = {**BANK, "scores.loss": "own_loss_begun:own"}
-    cells = cell_run("stopped", changes)
-    cells.teacher("failures")
-    stopped = cell_run("stopped", changes, stop_at(8))
+    changes = own_loss(1.0)
+    cell_run("stopped", changes).teacher("failures")
     with pytest.raises(Interrupted):
-        stopped.student("guided")
+        cell_run("stopped", changes, stop_at(8)).student("guided")
     assert len(json.loads(next(tmp_path.rglob("epochs.json")).read_text())["sums"]) >= 1
-    source.write_text(OWN_LOSS.format(factor=2.0))
-    monkeypatch.delitem(sys.modules, "own_loss_begun", raising=False)
-    importlib.invalidate_caches()
-    resumed = cell_run("stopped", changes)
-    resumed.student("guided")
-    fresh = cell_run("fresh", changes)
-    fresh.student("guided")
-    one, other = (np.load(banks_of(c)[0] / "bank.npy") for c in (resumed, fresh))
+    own_loss(2.0)
+    resumed, fresh = (cell_run(folder, changes) for folder in ("stopped", "fresh"))
+    for cells in (resumed, fresh):
+        cells.student("guided")
+    one, other = (np.load(banks_of(cells)[0] / "bank.npy") for cells in (resumed, fresh))
     assert np.array_equal(one, other)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from mixval import choose
 from mixval.bench.case import Case
 from mixval.bench.suites import Result, run
-from mixval.engine import start_engine
+from mixval.engine import num_cores, start_engine
 from mixval.environment import environment
 from mixval.errors import UserError
 from mixval.files import write_atomically
@@ -38,7 +37,7 @@ def run_all(
         raise UserError(f"--samples: must be at least a batch of {max(batch_sizes)}, got {samples}")
     choices = [_network(model) for model in models]
     settings = {"device": device, "precision": precision, "channels_last": True}
-    settings["threads"] = threads or _cores()
+    settings["threads"] = threads or num_cores()
     engine = start_engine(EngineSettings.model_validate(settings))
     results: list[Result] = []
     for suite, model, size in itertools.product(suites, choices, batch_sizes):
@@ -51,7 +50,7 @@ def run_all(
 
 
 def _described(results: list[Result]) -> dict[str, object]:
-    machine = {"cores": _cores(), "cpu": torch.backends.cpu.get_cpu_capability()}
+    machine = {"cores": num_cores(), "cpu": torch.backends.cpu.get_cpu_capability()}
     return {
         "environment": {**environment(), **machine},
         "results": [result.described() for result in results],
@@ -63,9 +62,3 @@ def _network(name: str) -> Choice:
     own = name in choose.options("models") and name != "timm"
     described = {"name": name} if own else {"name": "timm", "architecture": name}
     return Recipe.model_validate({"name": "bench", "model": described}).model
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
