@@ -54,7 +54,7 @@ def draw_lam(rng: np.random.Generator, alpha: float, size: int) -> Floats:
 def mix(first: Tensor, second: Tensor, lam: Tensor) -> Tensor:
     """Return lam x_i + (1 - lam) x_j, row by row; lam is (B,)."""
     lam = lam.view(-1, *[1] * (first.dim() - 1))
-    return first * lam + second * (1 - lam)
+    return torch.lerp(second, first, lam)
 
 
 def mixed_targets(label_i: Tensor, label_j: Tensor, lam: Tensor, num_classes: int) -> Tensor:

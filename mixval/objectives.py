@@ -9,6 +9,7 @@ whole optimiser step, over all micro-batches, so arms that keep fewer mixes are 
 given larger steps. With class weights, B becomes the sum of the rows' class weights.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -101,7 +102,9 @@ class Objective:
     def _rows(self, targets: Tensor | None, weight: Tensor, kept: bool) -> Tensor:
         """Return the planned number of rows, or of those kept, each with its class weight."""
         assert targets is not None
-        rows = torch.ones_like(weight) if self.class_weight is None else targets @ self.class_weight
+        if self.class_weight is None:
+            return weight.sum() if kept else weight.new_full((), len(weight))
+        rows = targets @ self.class_weight
         return (rows * weight if kept else rows).sum()
 
     def _instead(
@@ -118,9 +121,9 @@ class Objective:
 
 
 def _sum(counts: Iterable[Tensor]) -> Tensor:
-    return torch.stack(list(counts)).sum()
+    return functools.reduce(torch.add, counts)
 
 
 def _not_zero(rows: Tensor) -> Tensor:
     """Return the number of rows, or 1 where there are none: the sum over no rows is 0 anyway."""
-    return torch.where(rows > 0, rows, torch.ones_like(rows))
+    return rows + (rows == 0)

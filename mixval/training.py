@@ -56,7 +56,7 @@ class _State:
     stopped_at: int | None = None  # epoch where guidance stopped because the student overtook
     cost: Cost = field(default_factory=Cost)
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    totals: Tensor = field(default_factory=lambda: torch.zeros(4))  # loss, hits, kept, rows
+    totals: Tensor = field(default_factory=lambda: torch.zeros(3))  # loss, hits, kept
 
 
 def train(job: Job, engine: Engine, checkpoints: Checkpoints | None, watch: Watch) -> Trained:
@@ -141,7 +141,8 @@ class Loop:
         rank, state = self.processes.rank, self.state
         place = (state.epoch, state.step, rank) if rank else (state.epoch, state.step)
         seed_torch(torch_seed(self.job.seed, f"{self.job.stream}/forward", *place), self.device)
-        self.model.train()
+        if not self.model.training:  # asking is cheaper than telling every module
+            self.model.train()
 
     def _step(self, batches: list[Batch], accepted: Tensor | None) -> None:
         state = self.state
@@ -231,7 +232,7 @@ class Loop:
 
     def _end_epoch(self, alpha: float) -> None:
         job, state = self.job, self.state
-        loss, hits, kept, rows = self.processes.total(state.totals).tolist()
+        loss, hits, kept = self.processes.total(state.totals).tolist()
         if self.record is not None:
             self.record.end_epoch(state.epoch)
         row: dict[str, Any] = {
@@ -239,8 +240,8 @@ class Loop:
             "alpha": alpha,
             "lr": self.optimiser.param_groups[0]["lr"],
             "loss": loss / self.steps_per_epoch,
-            "mixed_accuracy": hits / rows,
-            "kept": kept / rows,
+            "mixed_accuracy": hits / len(job.part),
+            "kept": kept / len(job.part),
         }
         state.epoch, state.step, state.totals = state.epoch + 1, 0, self._no_totals()
         if state.epoch % job.training.evaluate_every == 0 or state.epoch == job.epochs:
@@ -295,13 +296,12 @@ class Loop:
         assert logits is not None and targets is not None
         # Under mixing the accuracy counts lambda: the mass of the label that was hit.
         hits = targets.gather(1, logits.detach().argmax(1, keepdim=True)).sum()
-        count = torch.full_like(hits, len(targets))
         # On the device: reading a number back would make a GPU wait at every step.
-        self.state.totals += torch.stack([loss.detach(), hits, weights.mixed.sum(), count])
+        self.state.totals += torch.stack([loss.detach(), hits, weights.mixed.sum()])
 
     def _no_totals(self) -> Tensor:
         exact = torch.float32 if self.device.type == "mps" else torch.float64
-        return torch.zeros(4, dtype=exact, device=self.device)
+        return torch.zeros(3, dtype=exact, device=self.device)
 
     def _objective(self) -> Objective:
         job, learner = self.job, self.job.learner

@@ -240,15 +240,16 @@ def test_paused_workers_rest_and_the_loop_goes_on_where_it_was():
 
 
 @forks
-def test_the_fastest_setting_is_chosen_and_the_workers_of_the_others_end():
+@pytest.mark.parametrize("batchwise", [False, True])
+def test_the_fastest_number_of_workers_is_chosen_and_the_other_workers_end(batchwise):
     case = make_case()
 
     def build(case, workers, batchwise):
         loop = loops.torchvision_loop(case, workers, batchwise)
-        return lambda steps, kept=loop: 1.0 + abs(workers - 1) + (not batchwise)
+        return lambda steps, kept=loop: 1.0 + abs(workers - 1)
 
-    name, _ = suites.fastest(case, "torchvision", build)
-    assert name == "torchvision, 1 worker, normalised in batches"
+    name, _ = suites.fastest(case, "torchvision", build, batchwise)
+    assert name == "torchvision, 1 worker" + ", normalised in batches" * batchwise
     assert len(multiprocessing.active_children()) <= 1
 
 
@@ -333,7 +334,7 @@ def test_the_command_prints_ratios_and_writes_every_round(tmp_path, capsys):
     assert all(f"{suite}: mlp, batch 8, bf16" in said for suite in BENCH_SUITES)
     assert "images/s" in said and ">= 0.95: " in said and "<= 1.05: " in said
     results = json.loads(file.read_text())["results"]
-    assert [len(result["ratios"]) for result in results] == [3, 3, 1]
+    assert [len(result["ratios"]) for result in results] == [5, 3, 1]
     for result in results:
         counts = {len(values) for values in result["seconds"].values()}
         assert len(counts) == 1 and counts.pop() >= MIN_ROUNDS

@@ -1,9 +1,9 @@
 """What mixval is measured against: bare steps without data, and the loops of other libraries.
 
 Each does whole optimiser steps with the case's network, optimiser and precision. The other
-libraries' loops get every setting that may help them: normalising images one by one, as
-their documentation does, or a batch at a time; and zero, one or two worker processes. The
-fastest counts (`suites.fastest`).
+libraries' loops are measured as documented, images normalised one by one, and as fast as
+they can be made, normalised a batch at a time; each with zero, one or two worker processes,
+of which the fastest counts (`suites.fastest`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
