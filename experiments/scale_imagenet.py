@@ -164,6 +164,7 @@ def scores_of(plan: MixPlan) -> ScoreTable:
         base=base,
         r_hat=updated - base,
         std_error=nothing,
+        p_negative=nothing,
         kept=nothing,
     )
 

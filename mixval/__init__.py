@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mixval.recipe import Recipe
     from mixval.recipe_loading import load_recipe, make_recipe
     from mixval.results import Results
-    from mixval.rhat import Scorer, score
+    from mixval.rhat import Scorer, exact_r, probability_negative, score
     from mixval.score_store import read_scores, write_scores
     from mixval.store import Store
     from mixval.types import FailureSet, MixPlan, Part, Posterior, ScoreTable, Splits
@@ -29,7 +29,7 @@ _HOMES = {
     "recipe": ("Recipe",),
     "recipe_loading": ("load_recipe", "make_recipe"),
     "results": ("Results",),
-    "rhat": ("Scorer", "score"),
+    "rhat": ("Scorer", "exact_r", "probability_negative", "score"),
     "score_store": ("read_scores", "write_scores"),
     "store": ("Store",),
     "types": ("FailureSet", "MixPlan", "Part", "Posterior", "ScoreTable", "Splits"),
@@ -50,6 +50,7 @@ __all__ = [
     "Store",
     "draw_plan",
     "ensemble",
+    "exact_r",
     "from_dataset",
     "load_recipe",
     "make_recipe",
@@ -58,6 +59,7 @@ __all__ = [
     "mixed_targets",
     "paired_difference",
     "point",
+    "probability_negative",
     "read_scores",
     "run",
     "score",

@@ -118,9 +118,7 @@ def planned_networks(recipe: Recipe, stage: str, arms: list[str]) -> list[tuple[
     if stage not in ("base", "failures"):
         for name, teacher in recipe.teachers.items():
             if name in used and not teacher.weights:
-                folds = [(f"fold-{k}",) for k in range(teacher.folds)]
-                places = folds if teacher.folds > 1 else [()]
-                planned += [(("teachers", name, *place), teacher) for place in places]
+                planned += [(("teachers", name, *place), teacher) for place in teacher.places]
     scored = stage in ("score", "run") and bool(used) and recipe.scores.rows > 0
     if trains_students:
         planned += [(("students", arm), recipe.arms[arm]) for arm in arms]

@@ -5,6 +5,7 @@ r_hat > 0: fitting the failures conflicts with the mix. Weight 0 excludes it.
 
 import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 
 from mixval.bounds import Count, InnerFraction, Positive
@@ -12,6 +13,7 @@ from mixval.types import MixScores
 
 __all__ = [
     "all",
+    "confident",
     "high_fraction",
     "low_fraction",
     "negative",
@@ -35,6 +37,19 @@ def negative(scores: MixScores) -> Tensor:
 def positive(scores: MixScores) -> Tensor:
     """Keep r_hat > 0: the opposite filter, as a control."""
     return (scores.r_hat > 0).to(scores.r_hat.dtype)
+
+
+def confident(scores: MixScores, *, level: InnerFraction = 0.9) -> Tensor:
+    """Keep the mixes of which P(mean r_hat <= 0) is at least `level`, over the teacher's draws.
+
+    The one-sided t interval of r_hat lies below 0: r_hat + t se <= 0.
+    """
+    if scores.draws < 2 or scores.std_error is None:
+        raise ValueError(
+            f"confident needs a teacher of at least 2 draws (members), got {scores.draws}"
+        )
+    quantile = float(stats.t.ppf(level, scores.draws - 1))
+    return (scores.r_hat + quantile * scores.std_error <= 0).to(scores.r_hat.dtype)
 
 
 def low_fraction(scores: MixScores, *, fraction: InnerFraction = 0.5) -> Tensor:

@@ -157,6 +157,8 @@ class Guidance:
                 lam=every_lam,
                 rng=rng,
                 replayed=None if replayed is None else replayed.to(lam.device, lam.dtype),
+                std_error=joined("std_error"),
+                draws=min((s.draws for s in scores), default=1),
             )
         )
         wrong = weights.shape != every_lam.shape

@@ -183,9 +183,18 @@ class Teacher(Learner):
     folds: Count = Field(
         1, description="k > 1: k teachers; a mix is scored by one that saw no parent"
     )
+    members: Count = Field(
+        1, description="k > 1: k teachers from different initial weights; H is their mean"
+    )
     weights: str | None = Field(
         None, description="a finished network of the same dataset, as a file"
     )
+
+    @property
+    def places(self) -> list[tuple[str, ...]]:
+        """Where its networks are stored, below its own name."""
+        kind, count = ("fold", self.folds) if self.folds > 1 else ("member", self.members)
+        return [(f"{kind}-{number}",) for number in range(count)] if count > 1 else [()]
 
 
 class ScoreSettings(Section):

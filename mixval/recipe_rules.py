@@ -97,8 +97,10 @@ def _check_teacher(recipe: "Recipe", place: str, teacher: "Teacher") -> None:
     samples = recipe.data.train
     if samples is not None and teacher.folds > samples // 2:
         _refuse(f"{place}.folds", f"at most half of data.train ({samples // 2})", teacher.folds)
-    if teacher.folds > 1 and teacher.weights:
-        _refuse(f"{place}.weights", "left out when folds > 1", teacher.weights)
+    if teacher.folds > 1 and teacher.members > 1:
+        _refuse(f"{place}.members", "1 when folds > 1", teacher.members)
+    if teacher.weights and teacher.folds * teacher.members > 1:
+        _refuse(f"{place}.weights", "left out when folds or members > 1", teacher.weights)
 
 
 def _check_arm(recipe: "Recipe", place: str, arm: "Arm") -> None:
@@ -125,11 +127,20 @@ def _check_arm(recipe: "Recipe", place: str, arm: "Arm") -> None:
     if arm.filter.name == "top_k" and arm.filter.parameters["k"] > recipe.training.batch_size:
         limit = f"at most training.batch_size ({recipe.training.batch_size})"
         _refuse(f"{place}.filter.k", limit, arm.filter.parameters["k"])
+    if arm.filter.name == "confident":
+        _check_confident(recipe, place, arm)
     if arm.teacher and recipe.teachers[arm.teacher].folds > 1 and arm.data != "train":
         _refuse(f"{place}.data", "train, because its teachers are out-of-fold", arm.data)
     _check_guidance_end(recipe, place, arm)
     if arm.yoked_to is not None:
         _check_yoke(recipe, place, arm, arm.yoked_to)
+
+
+def _check_confident(recipe: "Recipe", place: str, arm: "Arm") -> None:
+    members = recipe.teachers[arm.teacher].members if arm.teacher else 0
+    if members < 2:
+        rule = f"at least 2: {place}.filter confident needs a standard error"
+        _refuse(f"teachers.{arm.teacher}.members", rule, members)
 
 
 def _check_guidance_end(recipe: "Recipe", place: str, arm: "Arm") -> None:

@@ -1,19 +1,24 @@
-"""r_hat of mixes under two posteriors, its standard error, and the Scorer.
+"""r and r_hat of mixes under two posteriors, their Monte-Carlo error, and the Scorer.
 
     H(z; theta)  = -lam log p(y_i | x_mix, theta) - (1 - lam) log p(y_j | x_mix, theta)
-    r_hat(z)     = E_{p(theta | D, F)}[H] - E_{p(theta | D)}[H]
+    r(C)         = log E_{p(theta | D, F)}[exp H(C)] - log E_{p(theta | D)}[exp H(C)]
+    r_hat(C)     = E_{p(theta | D, F)}[H(C)] - E_{p(theta | D)}[H(C)]
 
-The expectation is of H, never H of the averaged prediction. r_hat > 0 says that fitting
-the failures F conflicts with the mix. r_hat of a set is the sum over its members.
+H(C) is the sum over the members of the set C. r(C) = log p(F | D without C) - log p(F | D)
+is what removing C does to the failures F; r_hat is its first order and adds up over
+members. The expectation is of H, never H of the averaged prediction. r_hat > 0 says that
+fitting F conflicts with the mix.
 """
 
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 
-from mixval.types import Loss, Posterior
+from mixval.types import Column, Loss, Posterior
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class Scored:
     updated: Tensor  # (B,) E[H] under p(theta | D, F)
     base: Tensor  # (B,) E[H] under p(theta | D)
     r_hat: Tensor  # (B,)
-    std_error: Tensor  # (B,) of r_hat over draws; NaN for a single draw
+    std_error: Tensor  # (B,) of r_hat over draws; NaN if both posteriors are points
+    draws: int  # that the standard error rests on
     soft_labels: Tensor | None = None  # (B, K) what p(theta | D, F) predicts, where asked
 
 
@@ -39,24 +45,48 @@ def score(updated: Tensor, base: Tensor) -> Scored:
 
     The standard error is paired, because both posteriors use common random numbers:
     it is that of the mean of the differences. With unequal numbers of draws the two
-    variances add.
+    variances add; a point (one draw) is known exactly and adds none.
     """
     r_hat = updated.mean(0) - base.mean(0)
     if not torch.isfinite(r_hat).all():
         raise FloatingPointError(
             "r_hat is not finite: a network gives NaN or infinite outputs; lower the learning rate"
         )
-    if len(updated) == len(base):
-        error = _standard_error(updated - base)
-    else:
-        error = (_standard_error(updated) ** 2 + _standard_error(base) ** 2).sqrt()
-    return Scored(updated.mean(0), base.mean(0), r_hat, error)
+    spread = [updated - base] if len(updated) == len(base) else [updated, base]
+    spread = [losses for losses in spread if len(losses) > 1]
+    draws = min(map(len, spread), default=1)
+    error = torch.full_like(r_hat, torch.nan)
+    if spread:
+        error = torch.stack([losses.var(0) / len(losses) for losses in spread]).sum(0).sqrt()
+    return Scored(updated.mean(0), base.mean(0), r_hat, error, draws)
 
 
-def _standard_error(values: Tensor) -> Tensor:
-    if len(values) == 1:
-        return torch.full_like(values[0], torch.nan)
-    return values.std(0) / math.sqrt(len(values))
+def exact_r(updated: Tensor, base: Tensor) -> Tensor:
+    """Return r from H of sets, (S, ...) each the sum over a set's members, for each draw.
+
+    log-mean-exp over draws: a lower bound on average, dominated by few draws when sets are
+    large. Where the curvature of C exceeds the posterior's precision the true r is infinite,
+    and no number of draws will show it.
+    """
+    terms = [losses.logsumexp(0) - math.log(len(losses)) for losses in (updated, base)]
+    r = terms[0] - terms[1]
+    if not torch.isfinite(r).all():
+        raise FloatingPointError("r is not finite: H of a draw is NaN or infinite")
+    return r
+
+
+def probability_negative(r_hat: Column, std_error: Column, draws: int) -> Column:
+    """Return P(mean r_hat <= 0), by Student's t with S - 1 degrees of freedom.
+
+    Certainty about the Monte-Carlo mean, not the posterior's spread; NaN for one draw.
+    max(P, 1 - P) is how stable the decision to keep or drop is under another set of draws.
+    """
+    if draws < 2:
+        return np.full(np.shape(r_hat), np.nan, dtype=np.asarray(r_hat).dtype)
+    moved = np.asarray(std_error) > 0
+    scaled = np.divide(-r_hat, std_error, where=moved, out=np.zeros_like(r_hat))
+    certain = (np.asarray(r_hat) <= 0).astype(scaled.dtype)
+    return np.where(moved, stats.t.cdf(scaled, draws - 1), certain).astype(scaled.dtype)
 
 
 @dataclass(frozen=True)

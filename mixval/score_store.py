@@ -16,7 +16,7 @@ _PROVENANCE = b"mixval"
 _GROUP = 1 << 16  # rows that are compressed together
 # Columns of few values, or of one. The others would make a dictionary as long as themselves:
 # without it, and with encodings for their type, files are 0.6 as large and written 3 times as fast.
-_FEW = ["epoch", "label_i", "label_j", "std_error", "kept"]
+_FEW = ["epoch", "label_i", "label_j", "std_error", "p_negative", "kept"]
 
 
 class ScoreWriter:

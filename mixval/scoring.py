@@ -10,7 +10,7 @@ import torch
 from mixval.feeding import feed
 from mixval.mixing import RowMaker
 from mixval.processes import ALONE, Processes
-from mixval.rhat import Scorer
+from mixval.rhat import Scorer, probability_negative
 from mixval.types import Batch, MixPlan, Posterior, ScoreTable
 
 _READ_AHEAD = 256  # chunks that loaders may be given at once
@@ -67,6 +67,7 @@ def _score_rows(
     scored = scorer(batch.mixed, batch.mixed_targets, base(batch.mixed), batch.fold)
     columns = (scored.updated, scored.base, scored.r_hat, scored.std_error)
     updated, base_term, r_hat, std_error = torch.stack(columns).cpu().numpy()
+    probable = probability_negative(r_hat, std_error, scored.draws)
     ids, labels = maker.part.ids.numpy(), maker.part.labels.cpu().numpy()
     return ScoreTable(
         epoch=np.full(len(rows), epoch, dtype=np.int32),
@@ -80,5 +81,6 @@ def _score_rows(
         base=base_term,
         r_hat=r_hat,
         std_error=std_error,
+        p_negative=probable,
         kept=np.full(len(rows), np.nan, dtype=np.float32),
     )

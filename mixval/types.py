@@ -255,6 +255,8 @@ class MixScores:
     lam: Tensor  # (B,)
     rng: np.random.Generator  # of this step, for policies that choose at random
     replayed: Tensor | None = None  # (B,) the weights another run gave to these rows
+    std_error: Tensor | None = None  # (B,) of r_hat, over draws
+    draws: int = 1  # that the standard error rests on
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,7 @@ class ScoreTable:
     base: Column
     r_hat: Column
     std_error: Column  # Monte-Carlo, over draws; NaN for a single draw
+    p_negative: Column  # P(mean r_hat <= 0) by those draws; NaN for a single one
     kept: Column  # the weight the row had in training; NaN where it did not train
     provenance: dict[str, str] = field(default_factory=dict)
 

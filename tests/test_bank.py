@@ -65,6 +65,7 @@ STUDENTS = {
     "resized_crop": ({"training.augmentation": "resized_crop"}, 4, 4),
     "micro-batches": ({"training.accumulate": 2}, 4, 4),
     "uneven steps": ({"training.batch_size": 17, "training.accumulate": 2}, 4, 4),
+    "several teachers": ({"teachers.failures.members": 2}, 8, 8),
     "out of fold": ({"teachers.failures.folds": 3}, 4, 4),
     "clean filtered": ({"arms.guided.clean": "filtered"}, 4, 4),
     "clean instead": ({"arms.guided.excluded": "clean"}, 4, 4),

@@ -159,6 +159,8 @@ def toy_scores(seed: int, kind: str) -> MixScores:
         lam=lam,
         rng=np.random.default_rng(seed),
         replayed=torch.from_numpy(rng.random(BATCH).astype(np.float32)),
+        std_error=torch.from_numpy(rng.random(BATCH).astype(np.float32)),
+        draws=5,
     )
 
 

@@ -384,6 +384,7 @@ ESTIMATES = [
     ("score", NO_FAILURES, None),
     ("run", NO_FAILURES, None),
     ("run", {"teachers.failures.folds": 3}, None),
+    ("run", {"teachers.failures.members": 3}, None),
     ("teacher", {"teachers.unused": {"data": "train"}}, None),
     ("run", {"teachers.unused": {"data": "train"}}, None),
 ]

@@ -195,7 +195,17 @@ BAD = [
     (
         {"teachers.failures.folds": 3, "teachers.failures.weights": "w.safetensors"},
         "teachers.failures.weights: ",
-        "left out when folds > 1",
+        "left out when folds or members > 1",
+    ),
+    (
+        {"teachers.failures.folds": 3, "teachers.failures.members": 2},
+        "teachers.failures.members: ",
+        "1 when folds > 1, got 2",
+    ),
+    (
+        {"arms.guided.filter": "confident"},
+        "teachers.failures.members: ",
+        "at least 2: arms.guided.filter confident needs a standard error, got 1",
     ),
     (
         {"teachers.failures.folds": 3, "arms.guided.data": "train+failures"},

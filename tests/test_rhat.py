@@ -1,20 +1,22 @@
 """r_hat against loops over draws and rows, hand-made cases, and its own laws."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from torch import nn
 from torch.nn import functional as F
 
-from mixval.filter_policies import negative, positive
+from mixval.filter_policies import confident, negative, positive
 from mixval.losses import cross_entropy
 from mixval.mixing import mix, mixed_targets
 from mixval.posteriors import ensemble, out_of_fold, point
-from mixval.rhat import Scorer, draw_losses, score
+from mixval.rhat import Scorer, draw_losses, exact_r, probability_negative, score
 from mixval.types import MixScores
 
 quick = settings(deadline=None, derandomize=True, max_examples=50)
@@ -194,12 +196,156 @@ def test_unequal_numbers_of_draws_add_their_variances():
     np.testing.assert_allclose(score(updated, base).std_error.numpy(), expected)
 
 
-@pytest.mark.parametrize(("draws", "base_draws"), [(1, 1), (1, 4), (4, 1)])
-def test_a_single_draw_has_no_error(draws, base_draws):
+def test_two_single_draws_have_no_error():
     # Catches 0 for "unknown".
-    generator = np.random.default_rng(0)
-    updated, base = (torch.from_numpy(generator.random((n, 3))) for n in (draws, base_draws))
-    assert score(updated, base).std_error.isnan().all()
+    updated, base = torch.from_numpy(np.random.default_rng(0).random((2, 1, 3)))
+    got = score(updated, base)
+    assert got.std_error.isnan().all() and got.draws == 1
+
+
+@pytest.mark.parametrize("points", ["updated", "base"])
+def test_a_point_against_draws_adds_no_error_of_its_own(points):
+    rng = np.random.default_rng(0)
+    many, one = torch.from_numpy(rng.random((4, 3))), torch.from_numpy(rng.random((1, 3)))
+    got = score(one, many) if points == "updated" else score(many, one)
+    np.testing.assert_allclose(got.std_error.numpy(), many.numpy().std(0, ddof=1) / 2)
+    assert got.draws == 4
+
+
+# -- the decision ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draws", [2, 5, 30])
+def test_the_probability_is_that_of_a_one_sided_t_test(draws):
+    differences = np.random.default_rng(draws).normal(0.1, 1.0, (draws, 40))
+    got = score(torch.from_numpy(differences), torch.zeros(draws, 40, dtype=torch.float64))
+    probable = probability_negative(got.r_hat.numpy(), got.std_error.numpy(), got.draws)
+    test = stats.ttest_1samp(differences, 0.0, alternative="greater")  # small p: mean above 0
+    np.testing.assert_allclose(probable, test.pvalue)
+
+
+def test_the_probability_covers_the_sign_of_the_true_mean():
+    # At a true mean of 0 the probability is uniform: each decile is hit as often.
+    differences = np.random.default_rng(1).normal(0.0, 2.0, (6, 20_000))
+    got = score(torch.from_numpy(differences), torch.zeros(6, 20_000, dtype=torch.float64))
+    probable = probability_negative(got.r_hat.numpy(), got.std_error.numpy(), got.draws)
+    assert stats.kstest(probable, "uniform").pvalue > 0.01
+
+
+def test_one_draw_has_no_probability_and_equal_draws_have_certainty():
+    r_hat = np.array([-0.5, 0.0, 0.5])
+    assert np.isnan(probability_negative(r_hat, np.full(3, np.nan), 1)).all()
+    assert probability_negative(r_hat, np.zeros(3), 4).tolist() == [1, 1, 0]
+
+
+def test_confident_keeps_what_is_probable_enough_and_refuses_a_point():
+    draws = torch.from_numpy(np.random.default_rng(3).normal(0.0, 1.0, (8, 300)))
+    got = score(draws, torch.zeros_like(draws))
+    lam, rng = torch.ones(300), np.random.default_rng(0)
+    scores = MixScores(
+        got.r_hat, got.updated, got.base, lam, rng, std_error=got.std_error, draws=got.draws
+    )
+    probable = probability_negative(got.r_hat.numpy(), got.std_error.numpy(), got.draws)
+    for level in (0.5, 0.8, 0.99):
+        kept = confident(scores, level=level).bool().numpy()
+        np.testing.assert_array_equal(kept, probable >= level)
+    assert torch.equal(confident(scores, level=0.5), negative(scores))
+    with pytest.raises(ValueError, match="at least 2 draws"):
+        confident(replace(scores, draws=1))
+
+
+# -- r of sets ------------------------------------------------------------------------------
+
+
+def test_r_of_one_draw_is_r_hat():
+    updated, base = torch.from_numpy(np.random.default_rng(0).random((2, 1, 5)))
+    torch.testing.assert_close(exact_r(updated, base), score(updated, base).r_hat)
+
+
+def test_r_is_the_logarithm_of_the_ratio_of_mean_inverse_likelihoods():
+    updated, base = np.random.default_rng(0).random((2, 9, 4)) * 30
+    expected = [
+        math.log(np.mean([math.exp(h) for h in updated[:, k]]))
+        - math.log(np.mean([math.exp(h) for h in base[:, k]]))
+        for k in range(4)
+    ]
+    got = exact_r(torch.from_numpy(updated), torch.from_numpy(base))
+    np.testing.assert_allclose(got.numpy(), expected)
+    far = exact_r(torch.from_numpy(updated) + 5000, torch.from_numpy(base) + 5000)  # no overflow
+    np.testing.assert_allclose(far.numpy(), expected)
+
+
+def linear_regression(seed: int):
+    """Return Bayesian linear regression: data D, its causes C (part of D), failures F."""
+    rng = np.random.default_rng(seed)
+    inputs = rng.normal(size=(40, 3))
+    outputs = inputs @ np.array([1.0, -2.0, 0.5]) + rng.normal(size=40)
+    return inputs, outputs, slice(0, 6), slice(34, 40)
+
+
+def gaussian_posterior(inputs, outputs):
+    """Return mean and precision under a standard normal prior and unit noise."""
+    precision = np.eye(3) + inputs.T @ inputs
+    return np.linalg.solve(precision, inputs.T @ outputs), precision
+
+
+def log_evidence(inputs, outputs, given):
+    """Return log p(outputs | inputs, given data) from the joint predictive Gaussian."""
+    mean, precision = gaussian_posterior(*given)
+    covariance = np.eye(len(inputs)) + inputs @ np.linalg.solve(precision, inputs.T)
+    return stats.multivariate_normal(inputs @ mean, covariance).logpdf(outputs)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_r_is_what_removing_the_set_does_to_the_failures_of_a_linear_regression(seed):
+    # log p(F | D without C) - log p(F | D) in closed form, never by the identity under test.
+    inputs, outputs, causes, failures = linear_regression(seed)
+    known = slice(0, 34)
+    fail = inputs[failures], outputs[failures]
+    without = (inputs[6:34], outputs[6:34])
+    expected = log_evidence(*fail, without) - log_evidence(*fail, (inputs[known], outputs[known]))
+    posteriors = [(inputs, outputs), (inputs[known], outputs[known])]
+    noise = np.random.default_rng(seed).normal(size=(400_000, 3))
+    sums = []
+    for data in posteriors:  # p(theta | D, F), then p(theta | D)
+        mean, precision = gaussian_posterior(*data)
+        theta = mean + np.linalg.solve(np.linalg.cholesky(precision).T, noise.T).T
+        errors = outputs[causes] - theta @ inputs[causes].T
+        sums.append((errors**2 / 2 + math.log(2 * math.pi) / 2).sum(1))
+    got = float(exact_r(*(torch.from_numpy(total) for total in sums)))
+    assert got == pytest.approx(expected, abs=0.02)
+    first_order = float(sums[0].mean() - sums[1].mean())
+    assert abs(first_order - expected) > abs(got - expected)
+
+
+def test_r_and_r_hat_agree_to_first_order_in_a_logistic_regression():
+    # One weight, so that both posteriors are integrals on a line; C is weighed by a small eps.
+    theta = np.linspace(-12, 12, 20_001)
+    x, y = np.array([0.5, 1.5, -1.0, 2.0]), np.array([1, 1, -1, -1])
+    log_p = -np.log1p(np.exp(-y * x * theta[:, None]))
+    prior = -(theta**2) / 2
+    data, failure, cause = prior + log_p[:, :3].sum(1), log_p[:, 3], log_p[:, 0]
+
+    def evidence(log_density):
+        return math.log(np.trapezoid(np.exp(log_density), theta))
+
+    def r(eps):  # log p(F | D without eps C) - log p(F | D)
+        rest = data - eps * cause
+        return evidence(rest + failure) - evidence(rest) - evidence(data + failure) + evidence(data)
+
+    draws = []
+    for density in (data + failure, data):
+        weights = np.exp(density - density.max())
+        quantiles = (np.arange(4000) + 0.5) / 4000
+        draws.append(np.interp(quantiles, np.cumsum(weights) / weights.sum(), theta))
+    losses = [torch.from_numpy(np.log1p(np.exp(-0.5 * sample)))[:, None] for sample in draws]
+    assert float(exact_r(*losses)) == pytest.approx(r(1.0), abs=2e-3)
+    assert float(score(*losses).r_hat) == pytest.approx(r(1e-4) / 1e-4, abs=2e-3)
+
+
+def test_r_of_what_is_not_a_number_is_refused():
+    with pytest.raises(FloatingPointError, match="not finite"):
+        exact_r(torch.tensor([[torch.nan]]), torch.ones(1, 1))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -32,7 +32,7 @@ def make_table(rows=300, seed=0, **provenance):
         name: rng.integers(0, 1000, rows) if name in INTS else rng.normal(size=rows)
         for name in ScoreTable.columns()
     }
-    columns["std_error"] = columns["kept"] = np.full(rows, np.nan)
+    columns["std_error"] = columns["p_negative"] = columns["kept"] = np.full(rows, np.nan)
     return ScoreTable(**columns, provenance={**PROVENANCE, **provenance})
 
 

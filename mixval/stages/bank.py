@@ -85,8 +85,9 @@ def _make(cell: Cell, artifact: Artifact, teacher: TeacherSet, job: Job) -> dict
             sums[str(epoch)] = file.checksum(epoch)
             done = {"made_from": artifact.fingerprint, "sums": sums}
             write_atomically(artifact.path(_DONE), json.dumps(done).encode())
-    cost = Cost(forwards=len(mixing) * len(job.part), seconds=time.monotonic() - start)
-    facts = {"cost": vars(cost), "mixes": len(mixing) * len(job.part)}
+    mixes = len(mixing) * len(job.part)
+    cost = Cost(forwards=teacher.passes * mixes, seconds=time.monotonic() - start)
+    facts = {"cost": vars(cost), "mixes": mixes}
     if processes.is_main:
         artifact.finish(facts)
     processes.wait()

@@ -84,7 +84,7 @@ def _guidance(
     return Guidance(
         policy=choose.pick("filter_policies", arm.filter.name, arm.filter.parameters),
         scorer=scorer,
-        num_teachers=0 if scorer is None else 1,
+        num_teachers=0 if scorer is None or teacher is None else teacher.passes,
         filters_clean=arm.clean == "filtered",
         relabels=arm.excluded == "relabel",
         refill_draws=arm.refill_draws if arm.excluded == "refill" else 0,
@@ -117,7 +117,7 @@ def _probe(
 
 def _uses_bank(cell: Cell, arm: Arm) -> bool:
     """Whether H is scored beforehand: not where the mixes, or what is asked of them, vary."""
-    fixed = arm.excluded not in ("relabel", "refill")
+    fixed = arm.excluded not in ("relabel", "refill") and arm.filter.name != "confident"
     return cell.recipe.scores.bank and fixed and _asks_teacher(arm)
 
 

@@ -19,7 +19,7 @@ from mixval.types import FailureSet, Ints, Posterior
 
 @dataclass(frozen=True)
 class TeacherSet:
-    """One teacher, or one for each fold."""
+    """One teacher, several of equal weight, or one for each fold."""
 
     networks: Sequence[Network]
     folds: Ints | None  # (N,) of the train samples
@@ -27,7 +27,12 @@ class TeacherSet:
     @cached_property
     def posterior(self) -> Posterior:
         models = [network.model for network in self.networks]
-        return posteriors.point(models) if self.folds is None else posteriors.out_of_fold(models)
+        return posteriors.ensemble(models) if self.folds is None else posteriors.out_of_fold(models)
+
+    @property
+    def passes(self) -> int:
+        """Networks that a scored row passes through."""
+        return len(self.networks) if self.folds is None else 1
 
     @property
     def leaks(self) -> bool:
@@ -42,7 +47,7 @@ class TeacherSet:
         return fingerprint([network.fingerprint for network in self.networks])
 
     def dev_accuracy(self, cell: Cell) -> float:
-        """Return the accuracy on val_dev, on average over folds."""
+        """Return the accuracy on val_dev, on average over networks."""
         rows = cell.rows(cell.splits.val_dev)
         every = [predict(network.model, rows) for network in self.networks]
         return float(np.mean([accuracy_and_nll(p, rows.part.labels)[0] for p in every]))
@@ -53,29 +58,29 @@ def teacher(cell: Cell, name: str, failures: FailureSet | None, store: Store) ->
     settings = cell.recipe.teachers[name]
     if settings.weights is not None:
         return TeacherSet([load_external(cell, f"teachers.{name}", settings)], None)
-    place = ("teachers", name)
-    if settings.folds == 1:
-        network = learn(cell, settings, place, store, stream="teacher", failures=failures)
-        return TeacherSet([network], None)
-    folds = assign_folds(cell.seed, len(cell.splits.train), settings.folds)
+    folds = None
+    if settings.folds > 1:
+        folds = assign_folds(cell.seed, len(cell.splits.train), settings.folds)
     networks = [
         learn(
             cell,
             settings,
-            (*place, f"fold-{fold}"),
+            ("teachers", name, *place),
             store,
-            stream=f"teacher/fold-{fold}",
+            stream="/".join(("teacher", *place)),
             failures=failures,
-            extra={"without fold": fold},
-            make_job=partial(_without, folds, fold),
+            extra={} if folds is None else {"without fold": number},
+            make_job=partial(_without, folds, number),
         )
-        for fold in range(settings.folds)
+        for number, place in enumerate(settings.places)
     ]
     return TeacherSet(networks, folds)
 
 
-def _without(folds: Ints, fold: int, job: Job, artifact: Artifact) -> Job:
+def _without(folds: Ints | None, fold: int, job: Job, artifact: Artifact) -> Job:
     """Take the fold's train samples out; what was joined to train stays."""
+    if folds is None:
+        return job
     stays = np.ones(len(job.part), dtype=bool)
     stays[: len(folds)] = folds != fold
     return replace(job, part=job.part.take(np.flatnonzero(stays)))
