@@ -136,8 +136,9 @@ def grand(model: nn.Module, inputs: Tensor, targets: Tensor, *, loss: Loss, chun
 def grand_bytes(model: nn.Module, chunk: int) -> int:
     """Return the bytes of the per-sample gradients that `grand` holds at once.
 
-    chunk x trainable parameters x bytes of each (4 in single precision). Activations, as
-    in any forward pass of `chunk` rows, and one copy of the network come on top.
+    chunk x trainable parameters x bytes of each (4 in single precision). One copy of the
+    network and the activations of `chunk` rows come on top; in small convolutional
+    networks on large images these are the larger part.
     """
     return chunk * sum(p.numel() * p.element_size() for p in _trainable(model).values())
 

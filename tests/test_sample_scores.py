@@ -429,20 +429,25 @@ def test_grand_refuses_a_network_that_gives_nan():
 @pytest.mark.parametrize("scored", [el2n, margin])
 def test_shapes_that_would_broadcast_are_refused(scored):
     log_probs, targets = toy_draws(1, 3), toy_targets(3)
-    for wrong in ((log_probs[0], targets), (log_probs, targets[:1]), (log_probs, targets[:, 0])):
+    for wrong in (
+        (log_probs[0], targets),
+        (log_probs[0], targets[0]),
+        (log_probs, targets[:1]),
+        (log_probs, targets[:, 0]),
+    ):
         with pytest.raises(ValueError, match=r"\(draws, rows, classes\)"):
             scored(*wrong)
+
+
+def test_networks_that_saw_other_rows_are_refused():
+    draws, targets, parents = toy_draws(1, 3), toy_targets(3), torch.ones(2, 3)
+    for student, teacher in ((draws[:, :1], draws), (draws, draws[:, :1]), (draws, draws[0])):
+        with pytest.raises(ValueError, match=r"\(draws, rows, classes\)"):
+            beside(student, teacher, targets, *parents, loss=cross_entropy)
 
 
 def test_parents_of_other_rows_are_refused():
     draws, targets = toy_draws(1, 3), toy_targets(3)
     for first, second in ((1, 3), (3, 1)):
         with pytest.raises(ValueError, match=r"parents must be \(3,\)"):
-            beside(
-                draws,
-                draws,
-                targets,
-                torch.ones(first),
-                torch.ones(second),
-                loss=cross_entropy,
-            )
+            beside(draws, draws, targets, torch.ones(first), torch.ones(second), loss=cross_entropy)
