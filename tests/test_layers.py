@@ -34,7 +34,7 @@ LAYERS: list[set[str]] = [
     },
     {*CHOICES, "external", "store", "score_store", "splits"},
     {"mixing", "own_dataset", "rhat", "results", "sources", "work"},
-    {"feeding"},
+    {"feeding", "sample_scores"},
     {"metrics", "objectives", "scoring", "report"},
     {"guidance", "report.render"},
     {"training_job"},
