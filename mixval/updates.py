@@ -12,6 +12,7 @@ $A = N \hat F + \lambda$; log p of a set is the sum over its samples. After Tann
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable
 
 import torch
@@ -64,7 +65,9 @@ def fine_tune(
             cross_entropy(logits, targets).mean().backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         if count == 0:
-            raise UserError(f"batches_of_epoch: must give at least 1 sample, got none in {epoch}")
+            raise UserError(
+                f"batches_of_epoch: must give at least 1 sample, got none in epoch {epoch}"
+            )
         check_finite(trainable(network), f"fine-tuning at lr {lr}, epoch {epoch},")
     optimiser.zero_grad()
     return twin
@@ -224,7 +227,9 @@ def loss_slopes(
         ) -> Tensor:
             return cross_entropy(functional_call(network, parameters, (rows,)), targets)
 
-        slopes.append(jvp(losses, (parameters,), (direction,))[1])
+        with warnings.catch_warnings():  # torch warns of itself, when it first does this
+            warnings.filterwarnings("ignore", r"`torch\.jit\.script` is dep", FutureWarning)
+            slopes.append(jvp(losses, (parameters,), (direction,))[1])
     together = torch.cat(slopes)
     check_finite({"all": together}, "the slope of the loss of mixes")
     return together
