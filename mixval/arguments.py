@@ -27,6 +27,7 @@ VERBS = {
         "report": "write the report of a run again, from its files",
     },
     "looking around": {
+        "top": "show the most harmful and helpful mixes, class pairs and parents of a run",
         "datasets": "show the named datasets: size, licence, and whether they are here",
         "list": "show recipes and the options of every choice, with their parameters",
     },
@@ -124,6 +125,15 @@ def _add_report_arguments(parser: argparse.ArgumentParser, words: list[str]) -> 
     parser.add_argument("run", help="a run directory")
 
 
+def _add_top_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    add = parser.add_argument
+    add("scores", help="a run directory, or a folder or file of scores")
+    add("--panel", metavar="PANEL", help="of the run (default: the first)")
+    add("--seed", type=int, metavar="SEED", help="of the run (default: the first)")
+    add("--teacher", metavar="TEACHER", help="of the run (default: the first)")
+    add("--rows", type=int, default=10, metavar="N", help="of each table (default: 10)")
+
+
 def _add_list_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument("what", nargs="*", help="recipes, or a choice module (default: everything)")
 
@@ -175,6 +185,7 @@ _ADD_ARGUMENTS = {
     "datasets": _add_datasets_arguments,
     "list": _add_list_arguments,
     "report": _add_report_arguments,
+    "top": _add_top_arguments,
 }
 
 

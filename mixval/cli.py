@@ -108,6 +108,17 @@ def _report(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     print(write_report(Path(arguments.run)))
 
 
+def _top(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
+    if arguments.rows < 1:
+        raise UserError(f"--rows: must be at least 1, got {arguments.rows}")
+    from mixval.job import find_scores
+    from mixval.top import top
+
+    chosen = {key: getattr(arguments, key) for key in ("panel", "seed", "teacher")}
+    table, classes = find_scores(Path(arguments.scores), **chosen)
+    print(top(table, classes, arguments.rows))
+
+
 def _list(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     sections: dict[str, type[BaseModel]] = {"arms": Arm, "teachers": Teacher, "panels": Panel}
     everything = ["recipes", *sections, *CHOICE_MODULES]
@@ -161,4 +172,4 @@ def _datasets(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     print("Your own: image_folder, npz, and any torch Dataset by mixval.from_dataset.")
 
 
-COMMANDS = {"bench": _bench, "datasets": _datasets, "list": _list, "report": _report}
+COMMANDS = {"bench": _bench, "datasets": _datasets, "list": _list, "report": _report, "top": _top}

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mixval import choose
 from mixval.environment import environment
@@ -11,6 +12,9 @@ from mixval.external import check_external
 from mixval.recipe import Recipe
 from mixval.store import Store
 from mixval.work import Work, with_replayed
+
+if TYPE_CHECKING:
+    from mixval.types import ScoreTable
 
 
 def run_job(
@@ -125,6 +129,29 @@ def write_report(run: Path) -> Path:
     if not results.facts:
         raise UserError(f"{run}: has no finished arm yet; run `mixval run` first")
     return report(results, store)
+
+
+def find_scores(
+    path: Path, panel: str | None = None, seed: int | None = None, teacher: str | None = None
+) -> tuple["ScoreTable", list[str]]:
+    """Return scores of a run's probe mixes, or those in a folder or file, and class names."""
+    from mixval.score_store import read_scores
+
+    store = Store(path)
+    recipe = store.recipe() if path.is_dir() else None
+    if recipe is None:
+        if not path.exists():
+            raise UserError(f"{path}: does not exist; give a run directory or scores")
+        return read_scores(path), []
+    panel = choose.subset("panel", [panel] if panel else None, recipe.panels)[0]
+    teachers = choose.subset("teacher", [teacher] if teacher else None, recipe.teachers)
+    seed = recipe.seeds[0] if seed is None else seed
+    folder = store.place(panel, seed, "scores", *teachers[:1])
+    if not folder.is_dir():
+        raise UserError(f"{path}: has no scores of {panel}, seed {seed}; make them: mixval score")
+    facts = dict(store.finished(f"{panel}/seed-{seed}/data"))
+    named = next(iter(facts.values()), {}).get("classes", [])
+    return read_scores(folder), list(named)
 
 
 _PLACES = {

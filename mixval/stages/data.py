@@ -27,4 +27,5 @@ def _write(cell: Cell, artifact: Artifact) -> dict[str, Any]:
     table = pa.table({"id": ids, "split": names, "label": labels, "flipped": flipped})
     pq.write_table(table, artifact.path("splits.parquet"), write_page_checksum=True)
     sizes = {name: len(part) for name, part in parts.items()}
-    return {**sizes, "test": len(splits.test), "flipped": int(flipped.sum())}
+    counts = {**sizes, "test": len(splits.test), "flipped": int(flipped.sum())}
+    return {**counts, "classes": list(splits.classes)}
