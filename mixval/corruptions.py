@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad
 
-from mixval.curvature import log_likelihood, plain
+from mixval.fisher import log_likelihood, plain
 from mixval.errors import UserError
 
 

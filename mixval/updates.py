@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, jvp
 
-from mixval.curvature import (
+from mixval.fisher import (
     LabelledBatch,
     Parameters,
     check_finite,

@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
         "datasets.stl",
     },
     {*CHOICES, "external", "store", "score_store", "splits"},
-    {"curvature", "mixing", "own_dataset", "rhat", "results", "sources", "work"},
+    {"fisher", "mixing", "own_dataset", "rhat", "results", "sources", "work"},
     {"corruptions", "feeding", "sample_scores", "updates"},
     {"metrics", "objectives", "scoring", "report", "top"},
     {"guidance", "report.render"},

@@ -11,7 +11,7 @@ from scipy import optimize
 from torch import nn
 from torch.nn import functional as F
 
-from mixval.curvature import diagonal_fisher
+from mixval.fisher import diagonal_fisher
 from mixval.errors import UserError
 from mixval.losses import cross_entropy
 from mixval.models import conv_net, mlp

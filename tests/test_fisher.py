@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from mixval.curvature import diagonal_fisher, pieces, precision, summed_gradient, trainable
+from mixval.fisher import diagonal_fisher, pieces, precision, summed_gradient, trainable
 from mixval.errors import UserError
 from mixval.models import conv_net, mlp
 
