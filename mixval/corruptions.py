@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad
 
-from mixval.fisher import log_likelihood, plain
 from mixval.errors import UserError
+from mixval.fisher import log_likelihood, plain
 
 
 def confuse_labels(

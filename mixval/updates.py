@@ -5,7 +5,7 @@ one that was given stays as it is. BatchNorm statistics do not move and dropout 
 a handful of rows, and its statistics are not those of the data. Only parameters that
 require gradients move.
 
-$\hat F$ is `curvature.diagonal_fisher` of the N training samples, $\lambda$ the ridge and
+$\hat F$ is `fisher.diagonal_fisher` of the N training samples, $\lambda$ the ridge and
 $A = N \hat F + \lambda$; log p of a set is the sum over its samples. After Tanno et al.,
 "Repairing Neural Networks by Leaving the Right Past Behind" (2022).
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, jvp
 
+from mixval.errors import UserError
 from mixval.fisher import (
     LabelledBatch,
     Parameters,
@@ -30,7 +31,6 @@ from mixval.fisher import (
     summed_gradient,
     trainable,
 )
-from mixval.errors import UserError
 from mixval.losses import cross_entropy
 
 # No network that means anything is this far off on average, in nats per sample.

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from mixval.fisher import diagonal_fisher, pieces, precision, summed_gradient, trainable
 from mixval.errors import UserError
+from mixval.fisher import diagonal_fisher, pieces, precision, summed_gradient, trainable
 from mixval.models import conv_net, mlp
 
 CLASSES, SHAPE = 3, (2, 4, 4)

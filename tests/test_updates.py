@@ -11,8 +11,8 @@ from scipy import optimize
 from torch import nn
 from torch.nn import functional as F
 
-from mixval.fisher import diagonal_fisher
 from mixval.errors import UserError
+from mixval.fisher import diagonal_fisher
 from mixval.losses import cross_entropy
 from mixval.models import conv_net, mlp
 from mixval.updates import (
