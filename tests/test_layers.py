@@ -36,7 +36,7 @@ LAYERS: list[set[str]] = [
     {"mixing", "own_dataset", "rhat", "results", "sources", "work"},
     {"feeding"},
     {"metrics", "objectives", "scoring", "report"},
-    {"guidance", "report.render"},
+    {"guidance", "guide", "report.render"},
     {"training_job"},
     {"training"},
     {"bench", "bench.case", "bench.measure"},
