@@ -232,11 +232,14 @@ def test_gradients_flow_through_the_students_loss_alone():
     x_mix.requires_grad_()
     lam.requires_grad_()
     guide.loss(logits, x_mix, y_a, y_b, lam).backward()
-    assert x_mix.grad is None and lam.grad is None
+    targets = soft_targets(y_a, y_b, lam.detach()).requires_grad_()
+    loss = guide.loss(logits.detach().requires_grad_(), x_mix, targets=targets)
+    loss.backward()
+    assert x_mix.grad is None and lam.grad is None and targets.grad is None
     weights = guide.weights(logits, x_mix, y_a, y_b, lam)
     assert not weights.requires_grad and not weights.is_inference()
     # of -sum_k y_k log p_k by hand: p - y
-    expected = weights[:, None] * (logits.softmax(-1) - soft_targets(y_a, y_b, lam)) / 12
+    expected = weights[:, None] * (logits.softmax(-1) - targets) / 12
     torch.testing.assert_close(logits.grad, expected.detach())
 
 
