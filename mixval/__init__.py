@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mixval.compare import Interval, mean_interval, paired_difference
+    from mixval.guide import Guide
     from mixval.job import run_job as run
     from mixval.mixing import draw_plan, mix, mixed_targets
     from mixval.own_dataset import from_dataset
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "compare": ("Interval", "mean_interval", "paired_difference"),
+    "guide": ("Guide",),
     "mixing": ("draw_plan", "mix", "mixed_targets"),
     "own_dataset": ("from_dataset",),
     "posteriors": ("ensemble", "point"),
@@ -38,6 +40,7 @@ _WHERE = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "FailureSet",
+    "Guide",
     "Interval",
     "MixPlan",
     "Part",

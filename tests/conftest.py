@@ -1,6 +1,7 @@
 """What every test shares: a tiny recipe, a way to run commands, and no silent skips."""
 
 import copy
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -76,6 +77,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 NEEDED = {  # by marker: whether what it needs is there
     "data": bool(os.environ.get("MIXVAL_DATA")),
     "packs": Path(os.environ.get("MIXVAL_DATA", "nowhere"), "unpack.py").is_file(),
+    "lightning": importlib.util.find_spec("pytorch_lightning") is not None,
     "fashion": Path("/usr/share/datasets/fashion-mnist").is_dir(),
 }
 

@@ -36,7 +36,7 @@ LAYERS: list[set[str]] = [
     {"fisher", "mixing", "own_dataset", "rhat", "results", "sources", "work"},
     {"corruptions", "feeding", "sample_scores", "updates"},
     {"metrics", "objectives", "scoring", "report", "top"},
-    {"guidance", "report.render"},
+    {"guidance", "guide", "report.render"},
     {"training_job"},
     {"training"},
     {"bench", "bench.case", "bench.measure"},
