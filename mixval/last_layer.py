@@ -120,6 +120,9 @@ class LastLayer:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], facts: dict[str, str]) -> "LastLayer":
+        # Copied into memory of torch's own: where a file's tensors begin is not aligned, and
+        # the last bits of a product depend on that.
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         structure, bias = _known(facts["structure"]), facts["bias"] == "True"
         curvature = curvature_from(tensors, structure, bias)
         return cls(tensors["mean"], structure, curvature, float(facts["prior_precision"]), bias)
@@ -135,7 +138,7 @@ def fit(
     structure = _known(structure)
     if not (math.isfinite(prior_precision) and prior_precision >= 0):
         raise UserError(f"prior_precision: must be finite and >= 0, got {prior_precision}")
-    mean = mean.detach().to("cpu", torch.float64)
+    mean = mean.detach().to("cpu", torch.float64, copy=True)  # the caller's may train on
     batches = iter(features)
     first = next(batches, None)
     if first is None:
