@@ -69,7 +69,7 @@ class Head:
 def split_head(model: nn.Module) -> Head:
     """Return a copy of `model` that also gives the features its last nn.Linear works on."""
     if isinstance(model, Prepared):
-        # A compiled network does not run the hook that reads the features.
+        # Plain: with the hook that reads the features it would have to be compiled again.
         engine = replace(model.engine, compile=False)
         network: nn.Module = Prepared(copy.deepcopy(model.network), engine)
     else:
@@ -252,7 +252,7 @@ def _newton_step(posterior: LastLayer, rows: Tensor, probs: Tensor, gradient: Te
     direction = whitened = posterior.factor.solve(residual)
     size = start = float((residual * whitened).sum())
     for _ in range(_CONJUGATE_STEPS):
-        if size <= 1e-20 * start:
+        if size <= 1e-8 * start:  # the next Newton step makes up for the rest
             break
         curved = hessian_times(direction)
         length = size / float((direction * curved).sum())

@@ -290,11 +290,13 @@ def test_features_and_logits_are_those_of_the_network():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_prepared_network_runs_as_the_engine_runs_it(precision):
-    # A compiled one, too: it is run plain, since compiled code may leave the hook out.
+    # A compiled one, too: it is run plain, and a second time.
     engine = Engine(torch.device("cpu"), 1, precision, channels_last=True, compile=True)
     network, width = next(networks())
     prepared = engine.prepare(network)
-    features, logits = split_head(prepared)(images())
+    head = split_head(prepared)
+    head(images(3))
+    features, logits = head(images())
     assert features.dtype == logits.dtype == torch.float32
     assert features.shape == (5, width)
     with torch.inference_mode():
