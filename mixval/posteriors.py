@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mixval.last_layer import split_head
 from mixval.types import Posterior
 
 __all__ = ["ensemble", "out_of_fold", "point"]
@@ -45,6 +46,30 @@ def out_of_fold(models: Sequence[nn.Module]) -> Posterior:
         return log_probs[None]
 
     return draws
+
+
+def last_layer(model: nn.Module, draws: Tensor) -> Posterior:
+    """Return a network with S last layers, (S, K, D + 1) with the bias last or (S, K, D).
+
+    One pass through the backbone serves all draws, and all heads are one product. Not an
+    option of a recipe (`__all__`): it needs draws that a stage has fitted.
+    """
+    head = split_head(model)
+    weight = head.layer.weight
+    stacked = draws.to(weight.device, torch.float32).flatten(0, 1)  # (S K, D + 1)
+    columns = weight.shape[1]
+    if draws.shape[1:] != (len(weight), columns + (head.layer.bias is not None)):
+        raise ValueError(f"draws {tuple(draws.shape)} are not of the layer {head.layer}")
+    weights, bias = stacked[:, :columns].contiguous(), stacked[:, columns:].flatten()
+
+    @torch.inference_mode()
+    def log_probs(inputs: Tensor, fold: Tensor | None = None) -> Tensor:
+        features, _ = head(inputs)
+        logits = F.linear(features, weights, bias if len(bias) else None)  # (B, S K)
+        every = logits.view(len(inputs), *draws.shape[:2])  # (B, S, K)
+        return F.log_softmax(every, dim=-1).transpose(0, 1)
+
+    return log_probs
 
 
 def _frozen(model: nn.Module) -> nn.Module:
