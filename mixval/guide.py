@@ -14,8 +14,9 @@ a small step. A clean term, which mixval's own students have, is the caller's to
 
 Gradient accumulation: divide by the number of micro-batches as usual. Equal micro-batches give
 the gradient of the whole batch for filters that look at one row (`negative`, `positive`,
-`soft`); those that compare rows (`low_fraction`, `high_fraction`, `top_k`) see the micro-batch.
-The same holds for the ranks of DistributedDataParallel, which averages their gradients.
+`soft`, `confident`); those that compare rows (`low_fraction`, `high_fraction`, `top_k`) see the
+micro-batch. The same holds for the ranks of DistributedDataParallel, which averages their
+gradients.
 
 Mixed precision: half-precision logits are scored in float32. The teacher runs in the autocast
 state of the call, so call within the model's autocast block to compare like with like.
@@ -132,7 +133,8 @@ class Guide:
         if self.on:
             scored = self._score(logits, x_mix, targets)
             terms = {"r_hat": scored.r_hat, "updated": scored.updated, "base": scored.base}
-            scores = MixScores(**terms, lam=lam, rng=self._rng)
+            spread = {"std_error": scored.std_error, "draws": scored.draws}
+            scores = MixScores(**terms, **spread, lam=lam, rng=self._rng)
             weights = _checked_weights(self._policy(scores), logits)
         self._kept = weights.mean()  # on the device: who asks for the number waits for it
         return weights

@@ -156,6 +156,20 @@ def test_a_list_of_networks_a_module_list_and_their_posterior_are_one_thing():
     assert all(torch.equal(scores[0], other) for other in scores[1:])
 
 
+def test_confident_asks_several_teachers_and_refuses_one():
+    x_mix, y_a, y_b, lam = mixes(40)
+    logits = student()(x_mix).detach()
+    teachers = [network(seed) for seed in range(4)]
+    guide = mixval.Guide(teachers, {"name": "confident", "level": 0.8})
+    scored = guide.score(logits, x_mix, y_a, y_b, lam)
+    probable = mixval.probability_negative(scored.r_hat.numpy(), scored.std_error.numpy(), 4)
+    weights = guide.weights(logits, x_mix, y_a, y_b, lam).numpy()
+    np.testing.assert_array_equal(weights == 1, probable >= 0.8)
+    assert 0 < weights.sum() < 40
+    with pytest.raises(ValueError, match="at least 2 draws"):
+        mixval.Guide(teachers[0], "confident").weights(logits, x_mix, y_a, y_b, lam)
+
+
 def test_a_filter_of_ones_own_sees_what_it_may_need():
     seen = []
 
