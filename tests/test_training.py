@@ -253,6 +253,7 @@ def test_costs_add():
 
 POLICIES = {
     "all": filter_policies.all,
+    "confident": filter_policies.confident,
     "negative": filter_policies.negative,
     "positive": filter_policies.positive,
     "low_fraction": filter_policies.low_fraction,
@@ -267,6 +268,16 @@ def test_every_filter_is_tried_below():
     assert set(POLICIES) == set(filter_policies.__all__)
 
 
+def softer_too(posterior):
+    """Return a posterior of two draws: the one given, and the same with half its logits."""
+
+    def draws(inputs, fold=None):
+        one = posterior(inputs, fold)
+        return torch.cat([one, (one / 2).log_softmax(-1)])
+
+    return draws
+
+
 FATES = [
     (name, excluded)
     for name in POLICIES
@@ -279,6 +290,8 @@ FATES = [
 @pytest.mark.parametrize(("name", "excluded"), FATES)
 def test_every_filter_fate_and_clean_term_trains(make_job, engine, scorer, name, excluded, clean):
     # Catches a combination that raises, or that makes weights or losses that are not numbers.
+    if name == "confident":  # asks for the spread over several draws
+        scorer = replace(scorer, updated=softer_too(scorer.updated))
     half = Record.create(None, 2, N)
     for epoch in range(2):
         every_other = (torch.arange(N) + epoch * N) % 2
@@ -303,7 +316,7 @@ def test_every_filter_fate_and_clean_term_trains(make_job, engine, scorer, name,
     filtered = bool((trained.record.clean.float() < 1).any())
     if clean != "filtered" or name == "all":
         assert not filtered
-    elif name not in ("negative", "soft"):  # these may keep all: the teacher knows train by heart
+    elif name not in ("confident", "negative", "soft"):  # may keep all: the teacher knows train
         assert filtered
     kept = record.view(2, STEPS, BATCH).sum(-1)
     expected = {"all": 20, "low_fraction": 10, "high_fraction": 10, "top_k": 5, "yoked": 10}
