@@ -132,9 +132,15 @@ class Guide:
         weights = logits.new_ones(len(logits))
         if self.on:
             scored = self._score(logits, x_mix, targets)
-            terms = {"r_hat": scored.r_hat, "updated": scored.updated, "base": scored.base}
-            spread = {"std_error": scored.std_error, "draws": scored.draws}
-            scores = MixScores(**terms, **spread, lam=lam, rng=self._rng)
+            scores = MixScores(
+                r_hat=scored.r_hat,
+                updated=scored.updated,
+                base=scored.base,
+                lam=lam,
+                rng=self._rng,
+                std_error=scored.std_error,
+                draws=scored.draws,
+            )
             weights = _checked_weights(self._policy(scores), logits)
         self._kept = weights.mean()  # on the device: who asks for the number waits for it
         return weights

@@ -417,7 +417,7 @@ def wait_for_end(group: int) -> None:
 
 
 def checkpoints_in(folder):
-    """Return the checkpoints there are; unlike rglob, glob is not upset by one just being renamed."""
+    """Return the checkpoints; unlike rglob, glob is not upset by one that is being renamed."""
     return glob.glob(f"{folder}/**/checkpoints/step-*", recursive=True)
 
 
