@@ -438,7 +438,7 @@ def interrupt(start, folder, number, workers, *, whole_group):
         process,
     )
     (os.killpg if whole_group else os.kill)(process.pid, number)
-    # A second alone; but a worker that is just importing torch, beside other tests, takes longer.
+    # Not less: a worker may just be importing torch, beside other tests.
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert errors.strip().splitlines()[-1].endswith("run the same command again to go on")
