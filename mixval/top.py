@@ -81,7 +81,8 @@ def _mixes(table: ScoreTable, order: Column, names: _Names) -> Rows:
                 "" if np.isnan(probable) else f"{probable:.2f}",
             )
         )
-    return rows
+    spread = bool(np.isfinite(table.std_error[order]).any())
+    return rows if spread else [row[:-2] for row in rows]
 
 
 def _grouped(keys: Column, values: Column) -> tuple[Column, Column, Column, Column]:
