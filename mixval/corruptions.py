@@ -4,7 +4,6 @@ Random numbers come from the caller's generator; nothing is changed in place. Wh
 are damaged (a class, a share of it) is the caller's choice.
 """
 
-import copy
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import grad
 
 from mixval.errors import UserError
-from mixval.fisher import log_likelihood, plain
+from mixval.fisher import log_likelihood, still
 
 
 def confuse_labels(
@@ -65,7 +64,7 @@ def fgsm(model: nn.Module, inputs: Tensor, labels: Tensor, epsilon: float) -> Te
     """
     if not (np.isfinite(epsilon) and epsilon >= 0):
         raise UserError(f"epsilon: must be finite and >= 0, got {epsilon}")
-    network = plain(copy.deepcopy(model)).eval()
+    network = still(model)
     device = next(network.parameters()).device
 
     def loss(inputs: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def diagonal_fisher(
     part of the data estimates it: N enters where it is used. `chunk` gradients, each as
     large as the network, are in memory at once.
     """
-    network = plain(copy.deepcopy(model)).eval()
+    network = still(model)
     parameters = trainable(network)
 
     def of_one(parameters: Parameters, row: Tensor, label: Tensor) -> Tensor:
@@ -111,6 +111,11 @@ def log_likelihood(
 def plain(model: nn.Module) -> nn.Module:
     """Return the network itself, without what the engine put around it."""
     return model.network if isinstance(model, Prepared) else model
+
+
+def still(model: nn.Module) -> nn.Module:
+    """Return a plain copy in eval mode: the caller's goes on as it was."""
+    return copy.deepcopy(plain(model)).eval()
 
 
 def trainable(network: nn.Module) -> Parameters:

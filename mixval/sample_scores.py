@@ -5,13 +5,11 @@ is the mean over draws of the score of a draw, never the score of the mean predi
 the same convention as r_hat's, so that columns of one table can be compared.
 """
 
-import copy
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from mixval.engine import Prepared
+from mixval.fisher import plain, still, trainable
 from mixval.rhat import draw_losses, score
 from mixval.types import Loss
 
@@ -114,8 +112,8 @@ def grand(model: nn.Module, inputs: Tensor, targets: Tensor, *, loss: Loss, chun
     over all trainable parameters, in eval mode and the weights' own precision. Paul et al.
     average it over runs. `chunk` rows are done at once; `grand_chunk` finds how many fit.
     """
-    network = copy.deepcopy(_plain(model)).eval()  # the caller's goes on as it was
-    trainable = _trainable(network)
+    network = still(model)
+    weights = trainable(network)
 
     def row_loss(weights: dict[str, Tensor], row: Tensor, target: Tensor) -> Tensor:
         logits = functional_call(network, weights, (row[None],))
@@ -123,7 +121,7 @@ def grand(model: nn.Module, inputs: Tensor, targets: Tensor, *, loss: Loss, chun
 
     def norm(row: Tensor, target: Tensor) -> Tensor:
         # Inside vmap: a chunk leaves (chunk,) norms behind, and its gradients are freed.
-        gradients = grad(row_loss)(trainable, row, target)
+        gradients = grad(row_loss)(weights, row, target)
         parts = [torch.linalg.vector_norm(gradient) for gradient in gradients.values()]
         total: Tensor = torch.linalg.vector_norm(torch.stack(parts))
         return total
@@ -140,7 +138,7 @@ def grand_bytes(model: nn.Module, chunk: int) -> int:
     network and the activations of `chunk` rows come on top; in small convolutional
     networks on large images these are the larger part.
     """
-    return chunk * sum(p.numel() * p.element_size() for p in _trainable(model).values())
+    return chunk * sum(p.numel() * p.element_size() for p in trainable(plain(model)).values())
 
 
 def grand_chunk(model: nn.Module, limit_bytes: int) -> int:
@@ -176,18 +174,6 @@ def forgetting(correct: Tensor) -> Tensor:
     """
     forgotten = (correct[:-1] & ~correct[1:]).sum(0).float()
     return forgotten.masked_fill(~correct.any(0), torch.inf)
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    return model.network if isinstance(model, Prepared) else model
-
-
-def _trainable(model: nn.Module) -> dict[str, Tensor]:
-    named = _plain(model).named_parameters()
-    weights = {name: weight.detach() for name, weight in named if weight.requires_grad}
-    if not weights:
-        raise ValueError("GraNd needs a network with trainable parameters; all are frozen")
-    return weights
 
 
 def _check_shapes(log_probs: Tensor, targets: Tensor) -> None:

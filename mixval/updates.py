@@ -28,6 +28,7 @@ from mixval.fisher import (
     pieces,
     plain,
     precision,
+    still,
     summed_gradient,
     trainable,
 )
@@ -174,7 +175,7 @@ def natural_direction(
 ) -> Parameters:
     r"""Return $A^{-1} \nabla \log p(F|\hat\theta)$, by parameter."""
     _check_rows(labels)
-    network = plain(copy.deepcopy(model)).eval()
+    network = still(model)
     parameters = trainable(network)
     held = precision(parameters, fisher, num_samples=num_samples, ridge=ridge)
     slopes = summed_gradient(network, parameters, inputs, labels, chunk=chunk)
@@ -217,7 +218,7 @@ def loss_slopes(
     Forward-mode differentiation: the cost of about two forward passes for all rows, where
     the gradient of each row would need a backward pass and the memory of a network.
     """
-    network = plain(copy.deepcopy(model)).eval()
+    network = still(model)
     parameters = trainable(network)
     slopes = []
     for rows, targets in pieces(network, *mixes, chunk):
@@ -278,7 +279,7 @@ def _penalised_loss(
     chunk: int,
 ) -> Callable[[], float]:
     """Return a function of what `walk` holds when it is called; it leaves its gradient there."""
-    network = plain(copy.deepcopy(model)).eval()
+    network = still(model)
     start = trainable(network)
 
     def loss(walk: Parameters, rows: Tensor, row_labels: Tensor) -> Tensor:
