@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
@@ -31,6 +31,15 @@ CHOICE_MODULES = (
     "plots",
     "posteriors",
 )
+
+
+def command() -> NoReturn:
+    """Run the command of this process and end it."""
+    code = main()
+    processes = sys.modules.get("mixval.processes")
+    if processes is not None:
+        processes.leave(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

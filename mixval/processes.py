@@ -5,11 +5,13 @@ filter decides are the same for any number of processes.
 """
 
 import atexit
+import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +134,21 @@ def start_processes(device: str) -> Processes:
 def joined() -> bool:
     """Say whether this process works with others already."""
     return _join_others.cache_info().currsize > 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the process, its work done; one of several ends at once.
+
+    A thread of the backend that wakes while Python takes itself down aborts the process, and
+    so the whole launch (pytorch pull request 179291): such a process does not take itself down.
+    """
+    if not joined():
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # nobody reads any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 @functools.cache

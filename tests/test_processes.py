@@ -297,6 +297,32 @@ def test_a_training_that_one_process_stops_goes_on_bit_for_bit(trainings, world)
             assert mine.tobytes() == theirs.tobytes()
 
 
+# -- the end ------------------------------------------------------------------------------
+
+
+def test_one_of_several_ends_at_once_with_all_said_and_done():
+    # A thread that is not a daemon would hold up Python's own end for ever.
+    program = """
+import atexit, sys, threading
+from mixval import processes
+processes.joined = lambda: "together" in sys.argv
+if processes.joined():
+    threading.Thread(target=threading.Event().wait).start()
+atexit.register(print, "handler", end="")
+print("work", end=" ")
+processes.leave(3)
+"""
+    for words in (["alone"], ["together"]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (3, "work handler", "")
+
+
 # -- the whole command --------------------------------------------------------------------
 
 
