@@ -22,7 +22,8 @@ VERBS = {
         "base": "train the network whose failures are looked for",
         "failures": "find what the base network fails",
         "teacher": "train the teachers",
-        "score": "score the probe mixes: base against each teacher",
+        "posteriors": "fit p(θ|D) and p(θ|D,F) around the base network",
+        "score": "score the probe mixes under each teacher and each pair of posteriors",
         "student": "train the students",
         "report": "write the report of a run again, from its files",
     },
@@ -116,7 +117,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, words: list[str]) -> Non
                 help=text.replace("%", "%%"),
             )
     parser.add_argument_group(
-        "arms, teachers and panels",
+        "arms, teachers, posteriors and panels",
         "by their place, e.g. --arms.all.alpha 2; `mixval list arms teachers` shows their keys",
     )
 
@@ -130,7 +131,7 @@ def _add_top_arguments(parser: argparse.ArgumentParser, words: list[str]) -> Non
     add("scores", help="a run directory, or a folder or file of scores")
     add("--panel", metavar="PANEL", help="of the run (default: the first)")
     add("--seed", type=int, metavar="SEED", help="of the run (default: the first)")
-    add("--teacher", metavar="TEACHER", help="of the run (default: the first)")
+    add("--teacher", metavar="NAME", help="teacher or posteriors of the run (default: the first)")
     add("--rows", type=int, default=10, metavar="N", help="of each table (default: 10)")
 
 

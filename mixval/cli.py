@@ -29,7 +29,7 @@ CHOICE_MODULES = (
     "losses",
     "models",
     "plots",
-    "posteriors",
+    "posterior_fits",
 )
 
 

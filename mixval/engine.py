@@ -80,6 +80,11 @@ class Prepared(nn.Module):
         return twin.train(self.training)
 
 
+def plain(model: nn.Module) -> nn.Module:
+    """Return the network itself, without what the engine put around it."""
+    return model.network if isinstance(model, Prepared) else model
+
+
 def start_engine(settings: EngineSettings) -> Engine:
     """Resolve the device, set the number of threads for this process, and check what is there."""
     assert "auto" not in (settings.precision, settings.channels_last, settings.compile)

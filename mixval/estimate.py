@@ -115,14 +115,27 @@ def planned_networks(recipe: Recipe, stage: str, arms: list[str]) -> list[tuple[
     used = {recipe.arms[arm].teacher for arm in arms} if trains_students else {*recipe.teachers}
     used -= {None}
     planned: list[tuple[Place, Learner]] = []
-    if stage not in ("base", "failures"):
+    if stage not in ("base", "failures", "posteriors"):
         for name, teacher in recipe.teachers.items():
             if name in used and not teacher.weights:
                 planned += [(("teachers", name, *place), teacher) for place in teacher.places]
-    scored = stage in ("score", "run") and bool(used) and recipe.scores.rows > 0
+    if stage in ("posteriors", "score", "run"):
+        planned += _ensembles(recipe)
+    fitted = bool(recipe.posteriors) and stage in ("posteriors", "score", "run")
+    scored = fitted or (stage in ("score", "run") and bool(used) and recipe.scores.rows > 0)
     if trains_students:
         planned += [(("students", arm), recipe.arms[arm]) for arm in arms]
     asked = stage in ("base", "failures")
     if asked or scored or any(learner.data == "train+failures" for _, learner in planned):
         planned.insert(0, (("base",), recipe.base))
     return planned
+
+
+def _ensembles(recipe: Recipe) -> list[tuple[Place, Learner]]:
+    """Return the networks that posteriors train from scratch: pairs on D and on D with F."""
+    return [
+        (("posteriors", name, f"{pool}-{member}"), recipe.base.model_copy(update={"data": pool}))
+        for name, settings in recipe.posteriors.items()
+        for pool in ("train", "train+failures")
+        for member in range(settings.parameters.get("members", 0))
+    ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from mixval.engine import Prepared
+from mixval.engine import plain
 from mixval.errors import UserError
 
 Parameters = dict[str, Tensor]  # by name, as `named_parameters` of the plain network has them
@@ -106,11 +106,6 @@ def log_likelihood(
     log_probs = F.log_softmax(functional_call(network, parameters, (inputs,)), dim=-1)
     # Not nll_loss: it takes a label of -100 for "ignore", which would pass unseen.
     return log_probs.gather(1, labels[:, None]).squeeze(1)
-
-
-def plain(model: nn.Module) -> nn.Module:
-    """Return the network itself, without what the engine put around it."""
-    return model.network if isinstance(model, Prepared) else model
 
 
 def still(model: nn.Module) -> nn.Module:

@@ -144,7 +144,8 @@ def find_scores(
             raise UserError(f"{path}: does not exist; give a run directory or scores")
         return read_scores(path), []
     panel = choose.subset("panel", [panel] if panel else None, recipe.panels)[0]
-    teachers = choose.subset("teacher", [teacher] if teacher else None, recipe.teachers)
+    named = [*recipe.teachers, *recipe.posteriors]
+    teachers = choose.subset("teacher", [teacher] if teacher else None, named)
     seed = recipe.seeds[0] if seed is None else seed
     folder = store.place(panel, seed, "scores", *teachers[:1])
     if not folder.is_dir():
@@ -158,6 +159,7 @@ _PLACES = {
     "base": "base",
     "failures": "failures",
     "teacher": "teachers/**",
+    "posteriors": "posteriors/*",
     "score": "scores/*",
     "student": "students/*",
 }

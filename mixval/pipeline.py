@@ -9,12 +9,13 @@ from mixval.stages.data import data
 from mixval.stages.evaluation import evaluation
 from mixval.stages.failures import failures
 from mixval.stages.network import Network
+from mixval.stages.posteriors import posteriors
 from mixval.stages.scores import scores
 from mixval.stages.student import student
 from mixval.stages.teacher import TeacherSet, teacher
 from mixval.store import Store
 from mixval.training_job import Cost
-from mixval.types import FailureSet, Ints
+from mixval.types import FailureSet, Ints, Pair
 
 
 @dataclass
@@ -41,12 +42,19 @@ class CellRun:
             self.base()
         elif stage == "failures":
             self.failures()
+        elif stage == "posteriors":
+            for name in recipe.posteriors:
+                self.posteriors(name)
         elif stage in ("teacher", "score"):
             for name in wanted:
                 self.teacher(name)
         if stage in ("score", "run") and recipe.scores.rows:
             for name in wanted:
-                scores(self.cell, self.base(), name, self.teacher(name), self.store)
+                base = self.base()
+                pair = self.teacher(name).against(base.model, base.fingerprint)
+                scores(self.cell, name, pair, self.store)
+            for name in recipe.posteriors:
+                scores(self.cell, name, self.posteriors(name), self.store)
         if stage in ("student", "run"):
             for name in arms:
                 self.student(name)
@@ -68,6 +76,9 @@ class CellRun:
             found = self._failures_for(self.cell.recipe.teachers[name].data)
             self._teachers[name] = teacher(self.cell, name, found, self.store)
         return self._teachers[name]
+
+    def posteriors(self, name: str) -> Pair:
+        return posteriors(self.cell, name, self.base(), self.failures(), self.store)
 
     def student(self, name: str) -> Network:
         if name not in self._students:

@@ -28,7 +28,7 @@ from mixval.bounds import (
 )
 from mixval.recipe_errors import one_line
 
-NAMED = ("arms", "teachers", "panels")  # sections whose keys are names of the user's
+NAMED = ("arms", "teachers", "posteriors", "panels")  # sections whose keys are names of the user's
 # What may differ between two commands on one run directory: it changes no number.
 FREE = ("engine.workers", "engine.loaders", "engine.checkpoint_seconds", "scores.bank", "seeds")
 UNREAD = ("*",)  # as allowed code: keep names of code as text, look nothing up
@@ -198,7 +198,7 @@ class Teacher(Learner):
 
 
 class ScoreSettings(Section):
-    """r_hat of a fixed probe plan, base against teacher, and again while students train."""
+    """r_hat of a fixed probe plan under teachers and posteriors, and as students train."""
 
     rows: CountOrZero = Field(1000, description="mixes in the probe plan; 0 for none")
     alpha: NonNegative = Field(1.0, description="alpha of the probe plan")
@@ -289,6 +289,9 @@ class Recipe(Section):
     base: Learner = Field(Learner(), description="the network whose failures are looked for")
     failures: Failures = Failures()
     teachers: dict[str, Teacher] = Field({}, description="teachers by name")
+    posteriors: dict[str, Annotated[Choice, option_of("posterior_fits")]] = Field(
+        {}, description="pairs p(theta | D), p(theta | D, F) around the base network, by name"
+    )
     scores: ScoreSettings = ScoreSettings()
     arms: dict[str, Arm] = Field({}, description="students by name")
     panels: dict[str, Panel] = Field({"main": Panel()}, description="variants of the data")

@@ -49,10 +49,13 @@ def _check_training(recipe: "Recipe") -> None:
 
 
 def _check_names(recipe: "Recipe") -> None:
-    for kind in ("arms", "teachers", "panels"):
+    for kind in ("arms", "teachers", "posteriors", "panels"):
         for name in getattr(recipe, kind):
             if not name.replace("_", "").replace("-", "").isalnum():
                 _refuse(kind, "named with letters, digits, - and _ (names become folders)", name)
+    for name in recipe.posteriors:
+        if name in recipe.teachers:
+            _refuse("posteriors", "named otherwise than teachers: scores go by these names", name)
 
 
 def _learners(recipe: "Recipe") -> Iterator[tuple[str, "Learner"]]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from mixval.fisher import plain, still, trainable
+from mixval.engine import plain
+from mixval.fisher import still, trainable
 from mixval.rhat import draw_losses, score
 from mixval.types import Loss
 

@@ -246,6 +246,18 @@ class Posterior(Protocol):
 
 
 @dataclass(frozen=True)
+class Pair:
+    """p(theta | D) and p(theta | D, F), whose difference r_hat is, with their fingerprints."""
+
+    base: Posterior
+    updated: Posterior
+    base_fingerprint: str
+    updated_fingerprint: str
+    folds: Ints | None = None  # (N,) of the train samples, for out-of-fold teachers
+    leaks: bool = False  # whether test labels may have reached it
+
+
+@dataclass(frozen=True)
 class MixScores:
     """r_hat of the mixes of one global batch and what it was made of, for a filter policy."""
 

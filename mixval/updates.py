@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, jvp
 
+from mixval.engine import plain
 from mixval.errors import UserError
 from mixval.fisher import (
     LabelledBatch,
@@ -26,7 +27,6 @@ from mixval.fisher import (
     check_finite,
     log_likelihood,
     pieces,
-    plain,
     precision,
     still,
     summed_gradient,

@@ -37,7 +37,7 @@ POSITIONAL = {  # what every option of the module is called with
     "losses": ["logits", "targets", "class_weight"],
     "models": ["shape", "num_classes"],
     "plots": None,  # each plot draws something else
-    "posteriors": ["models"],
+    "posterior_fits": ["known"],
 }
 EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("alpha_schedules", "points"): {"at": [0.0, 0.3, 1.0], "alpha": [1.0, 4.0, 0.0]},
@@ -301,17 +301,6 @@ def test_every_model_draws_its_weights_from_torchs_generator(name):
     one, again, other = (torch.cat([p.flatten() for p in n.parameters()]) for n in networks)
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-
-
-@pytest.mark.parametrize("name", names_of("posteriors"))
-def test_every_posterior_gives_log_probabilities(name):
-    networks = [torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, CLASSES))]
-    inputs = torch.randn(BATCH, 1, 2, 2, generator=torch.Generator().manual_seed(0))
-    posterior = example_of("posteriors", name)(networks)
-    log_probs = posterior(inputs, torch.zeros(BATCH, dtype=torch.long))
-    assert log_probs.dim() == 3
-    assert log_probs.shape[1:] == (BATCH, CLASSES)
-    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(log_probs.shape[:2]))
 
 
 def example_of_dataset(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):

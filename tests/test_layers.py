@@ -32,10 +32,13 @@ LAYERS: list[set[str]] = [
         "datasets.photos",
         "datasets.stl",
     },
-    {*CHOICES, "external", "store", "score_store", "splits"},
-    {"fisher", "mixing", "own_dataset", "rhat", "results", "sources", "work"},
+    {*CHOICES - {"posterior_fits"}, "external", "store", "score_store", "splits"},
+    {"fisher", "mixing", "own_dataset", "posteriors", "rhat", "results", "sources", "work"},
     {"corruptions", "feeding", "sample_scores", "updates"},
-    {"metrics", "objectives", "scoring", "report", "top"},
+    {"fitting", "metrics", "objectives", "scoring", "report", "top"},
+    {"posterior_fits.updated", "posterior_fits.whole_laplace"},
+    {"posterior_fits.gaussian", "posterior_fits.networks"},
+    {"posterior_fits"},
     {"guidance", "guide", "report.render"},
     {"training_job"},
     {"training"},
@@ -52,6 +55,7 @@ LAYERS: list[set[str]] = [
         "stages.data",
         "stages.evaluation",
         "stages.failures",
+        "stages.posteriors",
         "stages.report",
         "stages.teacher",
     },
@@ -213,12 +217,11 @@ def test_choice_modules_never_import_each_other():
 
 def test_choice_modules_stand_on_the_lowest_layers():
     allowed = {"bounds", "choose", "dataset_facts", "errors", "fingerprints", "seeding", "types"}
-    # The maths of one posterior: a network is split in it and where the draws are used.
-    maths = {("posteriors", "last_layer")}
     wrong = [
         item
         for item in OF_CHOICES
-        if item.imported not in allowed and (item.importer, item.imported) not in maths
+        # A fit of posteriors is more than a formula: it calls the updates of networks.
+        if item.imported not in allowed and choice_of(item.importer) != "posterior_fits"
     ]
     assert not wrong, shown(wrong)
     assert {item.importer for item in OF_CHOICES} >= {"losses", "datasets.cifar"}

@@ -145,7 +145,7 @@ def test_more_rows_than_samples_are_each_scored_once(tiny_recipe, engine, tmp_pa
     cells = CellRun(Cell(tiny_recipe(changes), "main", 0, engine), Store(tmp_path))
     teachers, base, train = cells.teacher("failures"), cells.base(), cells.cell.splits.train
     artifact = Artifact(tmp_path / "scores", {}, "scores")
-    kept = write_probe(cells.cell, artifact, teachers, point([base.model]), PROVENANCE, epoch=3)
+    kept = write_probe(cells.cell, artifact, teachers.against(base.model, "base"), epoch=3)
     table = read_scores(tmp_path / "scores")
     plans = [
         draw_plan(seed=0, epoch=e, alpha=0.7, num_samples=60, stream="probe", folds=teachers.folds)
@@ -253,7 +253,6 @@ def test_a_file_is_not_there_until_it_is_whole(tmp_path):
 def test_every_row_is_scored_once_by_any_number_of_processes(splits, engine, teacher_model, world):
     from mixval.losses import cross_entropy
     from mixval.mixing import RowMaker, draw_plan
-    from mixval.posteriors import point
     from mixval.processes import Processes
     from mixval.rhat import Scorer
     from mixval.scoring import score_plans

@@ -820,9 +820,8 @@ def test_the_probe_plan_is_scored_after_the_epochs_that_are_named(cell_run):
     assert probed_epochs(cells) == [1, 4]
     path = cells.store.place("main", 0, "students", "guided", "part-0004.parquet")
     table = read_scores(path)
-    student = point([cells.student("guided").model])
-    teachers = cells.teacher("failures")
-    again = ScoreTable.join(score_probe(cells.cell, teachers, student, 4))
+    pair = cells.teacher("failures").against(cells.student("guided").model, "student")
+    again = ScoreTable.join(score_probe(cells.cell, pair, 4))
     assert np.array_equal(table.r_hat, again.r_hat) and set(table.epoch) == {4}
 
 

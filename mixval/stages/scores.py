@@ -1,4 +1,4 @@
-"""r_hat of the probe plan: base against teacher, and teacher against student as it trains."""
+"""r_hat of the probe plan under a pair of posteriors: base and teacher, student and teacher, ..."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,21 +8,18 @@ import torch
 from mixval import choose
 from mixval.fingerprints import fingerprint
 from mixval.mixing import draw_plan
-from mixval.posteriors import point
 from mixval.rhat import Scorer
 from mixval.score_store import ScoreWriter
 from mixval.scoring import score_plans
 from mixval.stages.cell import Cell
-from mixval.stages.network import Network
-from mixval.stages.teacher import TeacherSet
 from mixval.store import Artifact, Store
-from mixval.types import Loss, MixPlan, Posterior, ScoreTable
+from mixval.types import Ints, Loss, MixPlan, Pair, ScoreTable
 
 
-def scores(cell: Cell, base: Network, name: str, teacher: TeacherSet, store: Store) -> Path:
-    """Return the folder with r_hat of the probe plan, the base network as p(theta | D)."""
+def scores(cell: Cell, name: str, pair: Pair, store: Store) -> Path:
+    """Return the folder with r_hat of the probe plan under the pair called `name`."""
     settings = cell.recipe.scores
-    provenance = probe_provenance(cell, teacher, base.fingerprint)
+    provenance = probe_provenance(cell, pair)
     artifact = cell.artifact(
         store,
         "scores",
@@ -30,7 +27,7 @@ def scores(cell: Cell, base: Network, name: str, teacher: TeacherSet, store: Sto
         made_from={"settings": settings.model_dump(mode="json", exclude={"bank"}), **provenance},
     )
     if cell.reuse(artifact) is None:
-        kept = write_probe(cell, artifact, teacher, point([base.model]), provenance)
+        kept = write_probe(cell, artifact, pair)
         if cell.engine.processes.is_main:
             share = kept / settings.rows
             artifact.finish({"rows": settings.rows, "share r_hat <= 0": share})
@@ -38,14 +35,7 @@ def scores(cell: Cell, base: Network, name: str, teacher: TeacherSet, store: Sto
     return artifact.folder
 
 
-def write_probe(
-    cell: Cell,
-    artifact: Artifact,
-    teacher: TeacherSet,
-    base: Posterior,
-    provenance: dict[str, str],
-    epoch: int = 0,
-) -> int:
+def write_probe(cell: Cell, artifact: Artifact, pair: Pair, epoch: int = 0) -> int:
     """Score every row of the probe plan once, into parts by process; return how many are kept.
 
     Rows go to disk as they are scored, so any number of them needs the same memory.
@@ -56,32 +46,31 @@ def write_probe(
             stale.unlink()
     processes.wait()
     suffix = f"-{processes.rank:03d}" if processes.rank else ""
+    path = artifact.path(f"part-{epoch:04d}{suffix}.parquet")
     kept = 0
-    with ScoreWriter(artifact.path(f"part-{epoch:04d}{suffix}.parquet"), provenance) as writer:
-        for table in score_probe(cell, teacher, base, epoch):
+    with ScoreWriter(path, probe_provenance(cell, pair)) as writer:
+        for table in score_probe(cell, pair, epoch):
             kept += int((table.r_hat <= 0).sum())
             writer.write(table)
     return int(processes.total(torch.tensor(kept, device=cell.engine.device)))
 
 
-def score_probe(
-    cell: Cell, teacher: TeacherSet, base: Posterior, epoch: int = 0
-) -> Iterator[ScoreTable]:
+def score_probe(cell: Cell, pair: Pair, epoch: int = 0) -> Iterator[ScoreTable]:
     """Yield this process's part of the scores of the probe plan, chunk by chunk."""
     settings = cell.recipe.scores
     loss: Loss = choose.pick("losses", settings.loss.name, settings.loss.parameters)
     return score_plans(
-        cell.probe_rows(teacher.folds),
-        probe_plans(cell, teacher),
-        Scorer(teacher.posterior, loss),
-        base,
+        cell.probe_rows(pair.folds),
+        probe_plans(cell, pair.folds),
+        Scorer(pair.updated, loss),
+        pair.base,
         chunk=settings.chunk,
         epoch=epoch,
         processes=cell.engine.processes,
     )
 
 
-def probe_plans(cell: Cell, teacher: TeacherSet) -> Iterator[MixPlan]:
+def probe_plans(cell: Cell, folds: Ints | None) -> Iterator[MixPlan]:
     """Yield the fixed mixes that are scored again and again: as many epochs as the rows need."""
     settings, samples = cell.recipe.scores, len(cell.splits.train)
     for epoch in range(-(-settings.rows // samples)):
@@ -90,17 +79,17 @@ def probe_plans(cell: Cell, teacher: TeacherSet) -> Iterator[MixPlan]:
             epoch=epoch,
             alpha=settings.alpha,
             num_samples=samples,
-            folds=teacher.folds,
+            folds=folds,
             stream="probe",
         )
         yield plan.keep(slice(settings.rows - epoch * samples))
 
 
-def probe_provenance(cell: Cell, teacher: TeacherSet, base: str) -> dict[str, str]:
+def probe_provenance(cell: Cell, pair: Pair) -> dict[str, str]:
     return {
         "data": cell.data_fingerprint,
-        "plan": fingerprint([plan.fingerprint for plan in probe_plans(cell, teacher)]),
-        "updated": teacher.fingerprint,
-        "base": base,
-        "leaks test labels": "yes" if teacher.leaks else "no",
+        "plan": fingerprint([plan.fingerprint for plan in probe_plans(cell, pair.folds)]),
+        "updated": pair.updated_fingerprint,
+        "base": pair.base_fingerprint,
+        "leaks test labels": "yes" if pair.leaks else "no",
     }

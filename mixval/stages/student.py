@@ -9,13 +9,12 @@ from torch import nn
 from mixval import choose
 from mixval.guidance import Guidance
 from mixval.moments import epoch_of
-from mixval.posteriors import point
 from mixval.recipe import Arm
 from mixval.rhat import Scorer
 from mixval.stages.bank import bank
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network, learn
-from mixval.stages.scores import probe_provenance, write_probe
+from mixval.stages.scores import write_probe
 from mixval.stages.teacher import TeacherSet
 from mixval.store import Artifact, Store
 from mixval.training_job import Job
@@ -109,8 +108,7 @@ def _probe(
         if epochs_done not in settings.epochs:
             return
         base = f"{artifact.fingerprint}, epoch {epochs_done}"
-        provenance = probe_provenance(cell, teacher, base)
-        write_probe(cell, artifact, teacher, point([model]), provenance, epochs_done)
+        write_probe(cell, artifact, teacher.against(model, base), epochs_done)
 
     return score
 

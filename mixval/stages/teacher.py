@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
+from torch import nn
 
 from mixval import posteriors
 from mixval.fingerprints import fingerprint
@@ -14,7 +15,7 @@ from mixval.stages.cell import Cell
 from mixval.stages.network import Network, learn, load_external
 from mixval.store import Artifact, Store
 from mixval.training_job import Cost, Job
-from mixval.types import FailureSet, Ints, Posterior
+from mixval.types import FailureSet, Ints, Pair, Posterior
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class TeacherSet:
     @property
     def fingerprint(self) -> str:
         return fingerprint([network.fingerprint for network in self.networks])
+
+    def against(self, model: nn.Module, fingerprint: str) -> Pair:
+        """Return the pair that scores mixes: the teacher beside a network that stands for D."""
+        base = posteriors.point([model])
+        return Pair(base, self.posterior, fingerprint, self.fingerprint, self.folds, self.leaks)
 
     def dev_accuracy(self, cell: Cell) -> float:
         """Return the accuracy on val_dev, on average over networks."""
