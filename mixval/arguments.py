@@ -24,6 +24,7 @@ VERBS = {
         "teacher": "train the teachers",
         "score": "score the probe mixes: base against each teacher",
         "student": "train the students",
+        "repair": "find the train samples behind the failures, and take them out of the base",
         "report": "write the report of a run again, from its files",
     },
     "looking around": {

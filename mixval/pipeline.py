@@ -9,6 +9,7 @@ from mixval.stages.data import data
 from mixval.stages.evaluation import evaluation
 from mixval.stages.failures import failures
 from mixval.stages.network import Network
+from mixval.stages.repair import repair
 from mixval.stages.scores import scores
 from mixval.stages.student import student
 from mixval.stages.teacher import TeacherSet, teacher
@@ -41,6 +42,8 @@ class CellRun:
             self.base()
         elif stage == "failures":
             self.failures()
+        elif stage == "repair":
+            repair(self.cell, self.base(), self.failures(), self.store)
         elif stage in ("teacher", "score"):
             for name in wanted:
                 self.teacher(name)

@@ -31,6 +31,7 @@ POSITIONAL = {  # what every option of the module is called with
     "alpha_schedules": ["progress"],
     "augmentations": ["images", "uniforms"],
     "class_weights": ["labels", "num_classes"],
+    "corruptions": ["part", "num_classes", "rng"],
     "datasets": [],
     "failure_rules": ["log_probs", "labels"],
     "filter_policies": ["scores"],

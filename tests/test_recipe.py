@@ -62,7 +62,7 @@ def test_defaults_are_filled_in(tiny_recipe):
         "within_lam_deciles": False,
     }
     assert described["arms"]["all"]["alpha"] == {"name": "constant", "value": 1.0}
-    assert described["panels"] == {"main": {"title": "", "label_noise": None}}
+    assert described["panels"] == {"main": {"title": "", "label_noise": None, "corruption": None}}
 
 
 def test_a_described_recipe_reads_back_as_itself(tiny_recipe):
