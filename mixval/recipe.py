@@ -265,8 +265,9 @@ class Repair(Section):
     removals: list[Literal["fine_tune", "newton", "ewc_deletion", "retrain"]] = Field(
         ["fine_tune", "newton", "ewc_deletion", "retrain"], description="how they are removed"
     )
-    ridge: Positive = Field(
-        30.0, description="added to the curvature; EWC-deletion may diverge below 10"
+    ridge: Positive = Field(30.0, description="added to the curvature when causes are looked for")
+    deletion_ridge: Positive = Field(
+        3000.0, description="the same for newton and ewc_deletion, which may diverge below 3000"
     )
     lr: Positive = Field(0.01, description="learning rate of fine_tune, constant")
     epochs: Count = Field(10, description="epochs of fine_tune")

@@ -13,31 +13,35 @@ Facts = dict[str, Any]
 
 def repair_table(store: Store) -> str:
     """Return accuracies in % by selector and removal, with 95 % intervals over seeds."""
+    recipe = store.recipe()
+    assert recipe is not None
     found: dict[tuple[str, str], list[Facts]] = {}
     for place, facts in store.finished("*/seed-*/repair/*"):
         found.setdefault((place[0], place[-1]), []).append(facts)
     blocks = []
-    for panel in dict.fromkeys(panel for panel, _ in found):
+    for panel in recipe.panels:
         by_selector = {name: every for (of, name), every in found.items() if of == panel}
-        blocks.append(_panel(panel, by_selector))
+        if by_selector:
+            blocks.append(_panel(panel, by_selector, recipe.repair.removals))
     return "\n\n".join(blocks)
 
 
-def _panel(panel: str, by_selector: dict[str, list[Facts]]) -> str:
+def _panel(panel: str, by_selector: dict[str, list[Facts]], removals: Sequence[str]) -> str:
     some = next(iter(by_selector.values()))
     leak = ", leaks test labels" if any(facts["leaks_test_labels"] for facts in some) else ""
     lines = [f"{panel}: accuracy in % (mean ± half of the 95 % interval over seeds){leak}"]
-    lines += _aligned([_HEAD, *_rows(by_selector)])
+    lines += _aligned([_HEAD, *_rows(by_selector, removals)])
     return "\n".join([*lines, *(_sentence(name, every) for name, every in by_selector.items())])
 
 
-def _rows(by_selector: dict[str, list[Facts]]) -> Iterator[tuple[str, ...]]:
+def _rows(
+    by_selector: dict[str, list[Facts]], removals: Sequence[str]
+) -> Iterator[tuple[str, ...]]:
     first = next(iter(by_selector.values()))
     yield "-", "none", *_cells([facts["removals"]["none"] for facts in first])
     for selector, every in by_selector.items():
-        for removal in every[0]["removals"]:
-            if removal != "none":
-                yield selector, removal, *_cells([facts["removals"][removal] for facts in every])
+        for removal in removals:
+            yield selector, removal, *_cells([facts["removals"][removal] for facts in every])
 
 
 def _cells(every: Sequence[Facts | None]) -> list[str]:

@@ -142,11 +142,12 @@ class Splits:
     test: Part
     classes: tuple[str, ...]
     flipped: Tensor  # ids of the train samples whose label was replaced by a wrong one
-    corrupted: Tensor  # ids of those and of the train samples whose image was damaged on purpose
     mean: Tensor  # (C, 1, 1) of the train pixels in [0, 1]
     std: Tensor  # (C, 1, 1)
     content: str = ""  # fingerprint of the dataset before it was divided
     own_test: bool = False  # whether the dataset came with this test split, the same for all seeds
+    # ids of the flipped samples, and of the train samples whose image was damaged on purpose
+    corrupted: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @property
     def num_classes(self) -> int:

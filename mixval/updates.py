@@ -109,8 +109,9 @@ def ewc_deletion(
 
     A local maximum near the start: the loss on C has no upper bound, and with several
     layers it grows faster than the square that holds it. Where nothing near holds it, that
-    is a FloatingPointError: in small deep networks the published ridge of 0.1 is far too
-    small, and 10 to 30 is where it begins to hold.
+    is a FloatingPointError. The published ridge of 0.1 is far too small in deep networks,
+    and what it takes grows with C: a small network that forgets a tenth of the data it has
+    fitted is held from about 3000 on (docs/repair.md).
     """
     return _climb(model, held, inputs, labels, sign=-1, steps=steps, chunk=chunk)
 

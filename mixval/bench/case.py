@@ -52,7 +52,6 @@ class Case:
             test=few,
             classes=tuple(map(str, range(self.num_classes))),
             flipped=torch.zeros(0, dtype=torch.int64),
-            corrupted=torch.zeros(0, dtype=torch.int64),
             mean=torch.full((self.shape[0], 1, 1), 0.5),
             std=torch.full((self.shape[0], 1, 1), 0.25),
         )

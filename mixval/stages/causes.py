@@ -44,11 +44,13 @@ class Patient:
         return self.base.model
 
     @cached_property
-    def held(self) -> Parameters:
-        """The precision that all of train and the ridge give to each parameter."""
-        train, ridge = self.cell.splits.train, self.cell.recipe.repair.ridge
-        fisher = diagonal_fisher(self.model, labelled(self.cell.rows(train)))
-        return precision(self.model, fisher, num_samples=len(train), ridge=ridge)
+    def fisher(self) -> Parameters:
+        return diagonal_fisher(self.model, labelled(self.cell.rows(self.cell.splits.train)))
+
+    def held(self, ridge: float) -> Parameters:
+        """Return the precision that all of train and the ridge give to each parameter."""
+        samples = len(self.cell.splits.train)
+        return precision(self.model, self.fisher, num_samples=samples, ridge=ridge)
 
 
 def choose_causes(ids: Ints, scores: Column, limit: int) -> Causes:
@@ -87,11 +89,12 @@ def scores_of(patient: Patient, selector: str) -> Column:
     if selector == "loss":
         return _losses(model, train).cpu().numpy()
     query = gathered(cell, getattr(cell.splits, failures.split), failures.query)
+    held = patient.held(cell.recipe.repair.ridge)
     if selector == "linear":
-        direction = natural_direction(model, patient.held, *query)
+        direction = natural_direction(model, held, *query)
         return _slopes(model, direction, train).cpu().numpy()
     update = ewc if selector == "ewc" else natural_gradient
-    updated = update(model, patient.held, *query)
+    updated = update(model, held, *query)
     return score(_losses(updated, train)[None], _losses(model, train)[None]).r_hat.cpu().numpy()
 
 

@@ -140,12 +140,13 @@ def _removed(
     if not len(causes.ids):
         return model
     samples = gathered(cell, cell.splits.train, causes.ids)
+    held = patient.held(cell.recipe.repair.deletion_ridge)
     if removal == "newton":
-        return newton_deletion(model, patient.held, *samples)
+        return newton_deletion(model, held, *samples)
     try:
-        return ewc_deletion(model, patient.held, *samples)
+        return ewc_deletion(model, held, *samples)
     except FloatingPointError as error:
-        log.warning("%s, seed %d: EWC-deletion: %s", cell.panel, cell.seed, error)
+        log.warning("%s, seed %d: repair.deletion_ridge: %s", cell.panel, cell.seed, error)
         return None
 
 
