@@ -25,6 +25,7 @@ VERBS = {
         "posteriors": "fit p(θ|D) and p(θ|D,F) around the base network",
         "score": "score the probe mixes under each teacher and each pair of posteriors",
         "student": "train the students",
+        "repair": "find the train samples behind the failures, and take them out of the base",
         "report": "write the report of a run again, from its files",
     },
     "looking around": {

@@ -23,6 +23,7 @@ CHOICE_MODULES = (
     "alpha_schedules",
     "augmentations",
     "class_weights",
+    "corruptions",
     "datasets",
     "failure_rules",
     "filter_policies",

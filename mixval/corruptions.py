@@ -1,18 +1,94 @@
-"""Damage done on purpose, to see whether it is found: wrong labels, noisy and poisoned inputs.
+"""(train samples, number of classes, generator) -> the samples, some of them damaged.
 
-Random numbers come from the caller's generator; nothing is changed in place. Which samples
-are damaged (a class, a share of it) is the caller's choice.
+Damage done on purpose, to see whether it is found: wrong labels, noisy and poisoned inputs,
+after Tanno et al. (2022). Nothing is changed in place.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import grad
+from torch.nn import functional as F
 
+from mixval.bounds import CountOrZero, InnerFraction, NonNegative
 from mixval.errors import UserError
 from mixval.fisher import log_likelihood, still
+from mixval.types import Part
+
+__all__ = ["annotation_noise", "fgsm_poisoning", "input_noise", "none"]
+
+_ATTACKED_BY = 5000  # samples at most that the network behind fgsm_poisoning is fitted to
+
+
+def none(part: Part, num_classes: int, rng: np.random.Generator) -> Part:
+    """Return the samples as they are."""
+    return part
+
+
+def annotation_noise(
+    part: Part,
+    num_classes: int,
+    rng: np.random.Generator,
+    *,
+    pairs: list[list[NonNegative]] = [[1, 7, 0.4], [6, 9, 0.3]],
+) -> Part:
+    """Return labels with classes taken for each other: pairs of (class, class, probability)."""
+    chances: dict[tuple[int, int], float] = {}
+    for pair in pairs:
+        if len(pair) != 3 or pair[0] != int(pair[0]) or pair[1] != int(pair[1]):
+            raise UserError(f"pairs: must be [class, class, probability] each, got {pair}")
+        chances[int(pair[0]), int(pair[1])] = pair[2]
+    _check_classes("pairs", [label for pair in chances for label in pair], num_classes)
+    return replace(part, labels=confuse_labels(part.labels, chances, rng)[0])
+
+
+def input_noise(
+    part: Part,
+    num_classes: int,
+    rng: np.random.Generator,
+    *,
+    kind: Literal["salt_and_pepper", "gaussian"] = "salt_and_pepper",
+    share: InnerFraction = 0.3,
+    classes: list[CountOrZero] = [],
+    amount: InnerFraction = 0.9,
+) -> Part:
+    """Return noise on that share of the samples of some classes, or of all if none is named.
+
+    `amount` is the share of the pixels that are hit or, gaussian, the standard deviation as
+    a share of white.
+    """
+    hit, images = _drawn(part, num_classes, rng, share, classes)
+    if kind == "salt_and_pepper":
+        noisy = salt_and_pepper(images[hit], amount, rng)
+    else:
+        noisy = gaussian_noise(images[hit], 255 * amount, rng)
+    return _exchanged(part, images, hit, noisy)
+
+
+def fgsm_poisoning(
+    part: Part,
+    num_classes: int,
+    rng: np.random.Generator,
+    *,
+    share: InnerFraction = 0.3,
+    classes: list[CountOrZero] = [],
+    epsilon: InnerFraction = 0.3,
+) -> Part:
+    """Return a share of the samples attacked by FGSM, each pixel by epsilon as a share of white.
+
+    The attacked network is a softmax regression on the pixels, fitted to these samples: what
+    fools it fools other networks of the same data, too, and the data stay a pure function of
+    their settings. The labels stay right.
+    """
+    hit, images = _drawn(part, num_classes, rng, share, classes)
+    network = _softmax_regression(images, part.labels, num_classes)
+    moved = fgsm(network, images[hit].float() / 255, part.labels[hit], epsilon)
+    noisy = (255 * moved.clamp(0, 1)).round().to(torch.uint8)
+    return _exchanged(part, images, hit, noisy)
 
 
 def confuse_labels(
@@ -74,6 +150,55 @@ def fgsm(model: nn.Module, inputs: Tensor, labels: Tensor, epsilon: float) -> Te
     if not bool(slope.isfinite().all()):
         raise FloatingPointError("the gradient of the inputs is not finite; look for bad pixels")
     return inputs + epsilon * slope.sign().to(inputs.device)
+
+
+def _drawn(
+    part: Part, num_classes: int, rng: np.random.Generator, share: float, classes: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Return which samples are hit, each of the classes with probability `share`; and all images.
+
+    A random number is drawn for every sample, so one class's do not depend on another's.
+    """
+    _check_classes("classes", classes, num_classes)
+    if not isinstance(part.images, Tensor):
+        raise UserError("data.images: must be memory where the images are corrupted, got stream")
+    hit = torch.from_numpy(rng.random(len(part)) < share)
+    if classes:
+        hit &= torch.isin(part.labels, torch.tensor(classes))
+    return hit, part.images
+
+
+def _exchanged(part: Part, images: Tensor, hit: Tensor, noisy: Tensor) -> Part:
+    together = images.clone()
+    together[hit] = noisy
+    return replace(part, images=together)
+
+
+def _softmax_regression(images: Tensor, labels: Tensor, num_classes: int) -> nn.Module:
+    """Return the linear network of pixels in [0, 1] that fits labels (N,), lightly penalised."""
+    places = torch.linspace(0, len(images) - 1, min(len(images), _ATTACKED_BY)).long()
+    inputs, labels = images[places].float().flatten(1) / 255, labels[places]
+    layer: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call] # draws no weights
+        nn.Linear, inputs.shape[1], num_classes
+    )
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    optimiser = torch.optim.LBFGS(layer.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimiser.zero_grad()
+        value = F.cross_entropy(layer(inputs), labels) + 1e-3 * layer.weight.square().sum()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    optimiser.step(loss)  # type: ignore[no-untyped-call]
+    return nn.Sequential(nn.Flatten(), layer)
+
+
+def _check_classes(field: str, classes: list[int], num_classes: int) -> None:
+    for label in classes:
+        if label >= num_classes:
+            raise UserError(f"{field}: must name classes from 0 to {num_classes - 1}, got {label}")
 
 
 def _check_pairs(pairs: Mapping[tuple[int, int], float]) -> None:

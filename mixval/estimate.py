@@ -97,6 +97,9 @@ def rehearse(work: Work) -> None:
         "base": _shortened(recipe.base),
         "teachers": {name: _shortened(teacher) for name, teacher in recipe.teachers.items()},
         "arms": {name: _shortened(arm) for name, arm in recipe.arms.items()},
+        "repair": recipe.repair.model_copy(
+            update={"causes": min(recipe.repair.causes, little // 2), "epochs": 1}
+        ),
     }
     with tempfile.TemporaryDirectory() as own:
         folder = engine.processes.from_main(lambda: own)
@@ -115,7 +118,7 @@ def planned_networks(recipe: Recipe, stage: str, arms: list[str]) -> list[tuple[
     used = {recipe.arms[arm].teacher for arm in arms} if trains_students else {*recipe.teachers}
     used -= {None}
     planned: list[tuple[Place, Learner]] = []
-    if stage not in ("base", "failures", "posteriors"):
+    if stage not in ("base", "failures", "posteriors", "repair"):
         for name, teacher in recipe.teachers.items():
             if name in used and not teacher.weights:
                 planned += [(("teachers", name, *place), teacher) for place in teacher.places]
@@ -125,7 +128,9 @@ def planned_networks(recipe: Recipe, stage: str, arms: list[str]) -> list[tuple[
     scored = fitted or (stage in ("score", "run") and bool(used) and recipe.scores.rows > 0)
     if trains_students:
         planned += [(("students", arm), recipe.arms[arm]) for arm in arms]
-    asked = stage in ("base", "failures")
+    if stage == "repair" and "retrain" in recipe.repair.removals:
+        planned += [(("retrained", name), recipe.base) for name in recipe.repair.selectors]
+    asked = stage in ("base", "failures", "repair")
     if asked or scored or any(learner.data == "train+failures" for _, learner in planned):
         planned.insert(0, (("base",), recipe.base))
     return planned

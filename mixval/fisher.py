@@ -67,9 +67,10 @@ def summed_gradient(
 
 
 def precision(
-    parameters: Parameters, fisher: Parameters, *, num_samples: int, ridge: float
+    model: nn.Module, fisher: Parameters, *, num_samples: int, ridge: float
 ) -> Parameters:
     r"""Return $N \hat F + \lambda$, the diagonal of the posterior precision; refuse zeros in it."""
+    parameters = trainable(plain(model))
     if num_samples < 1:
         raise UserError(f"num_samples: must be at least 1, got {num_samples}")
     if not (math.isfinite(ridge) and ridge >= 0):

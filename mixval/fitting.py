@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mixval.engine import plain
-from mixval.fisher import LabelledBatch, Parameters, check_finite, diagonal_fisher, trainable
+from mixval.fisher import (
+    LabelledBatch,
+    Parameters,
+    check_finite,
+    diagonal_fisher,
+    precision,
+    trainable,
+)
 from mixval.seeding import seed_torch, torch_seed
 
 Pool = Literal["train", "train+failures"]
@@ -33,9 +40,10 @@ class Known:
     weight_decay: float
     seed: int
 
-    def fisher(self) -> Parameters:
-        """Return the diagonal empirical Fisher information of D."""
-        return diagonal_fisher(self.model, self.rows())
+    def precision(self, ridge: float) -> Parameters:
+        """Return N F + ridge of each weight, with the diagonal empirical Fisher F of D."""
+        fisher = diagonal_fisher(self.model, self.rows())
+        return precision(self.model, fisher, num_samples=self.num_samples, ridge=ridge)
 
     def noise(self, draws: int, size: int) -> Tensor:
         """Return standard normal numbers (S, P), the same for both posteriors."""

@@ -112,7 +112,11 @@ def _run_recorded(work: Work, command: str, say: Callable[[str], None], writes: 
     store.write_json("status.json", {**note, "state": "finished", "exit_code": 0})
     if reused:
         say("reused: " + ", ".join(f"{count} {kind}" for kind, count in reused.items()))
-    if work.stage != "run":
+    if work.stage == "repair":
+        from mixval.repair_table import repair_table
+
+        say(repair_table(store))
+    elif work.stage != "run":
         say(stage_summary(store, work.stage))
 
 

@@ -10,6 +10,7 @@ from mixval.stages.evaluation import evaluation
 from mixval.stages.failures import failures
 from mixval.stages.network import Network
 from mixval.stages.posteriors import posteriors
+from mixval.stages.repair import repair
 from mixval.stages.scores import scores
 from mixval.stages.student import student
 from mixval.stages.teacher import TeacherSet, teacher
@@ -45,6 +46,8 @@ class CellRun:
         elif stage == "posteriors":
             for name in recipe.posteriors:
                 self.posteriors(name)
+        elif stage == "repair":
+            repair(self.cell, self.base(), self.failures(), self.store)
         elif stage in ("teacher", "score"):
             for name in wanted:
                 self.teacher(name)

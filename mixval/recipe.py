@@ -30,7 +30,14 @@ from mixval.recipe_errors import one_line
 
 NAMED = ("arms", "teachers", "posteriors", "panels")  # sections whose keys are names of the user's
 # What may differ between two commands on one run directory: it changes no number.
-FREE = ("engine.workers", "engine.loaders", "engine.checkpoint_seconds", "scores.bank", "seeds")
+FREE = (
+    "engine.workers",
+    "engine.loaders",
+    "engine.checkpoint_seconds",
+    "scores.bank",
+    "seeds",
+    "repair.selectors",
+)
 UNREAD = ("*",)  # as allowed code: keep names of code as text, look nothing up
 
 
@@ -103,6 +110,9 @@ class Data(Section):
     val_f: Count = Field(200, description="samples where failures come from")
     val_dev: Count = Field(200, description="samples for curves and tuning; nothing trains on them")
     label_noise: BelowOne = Field(0.0, description="share of train labels flipped to another class")
+    corruption: Annotated[Choice, option_of("corruptions")] = Field(
+        Choice(name="none"), description="other damage to train (mixval list corruptions)"
+    )
 
 
 class Training(Section):
@@ -241,11 +251,36 @@ class Arm(Learner):
         return self.filter.name not in ("all", "yoked")
 
 
+class Repair(Section):
+    """`mixval repair`: find the train samples behind the failures, and take them out."""
+
+    selectors: list[Literal["ewc", "linear", "loss", "natural_gradient", "random"]] = Field(
+        ["ewc", "linear", "loss", "random"],
+        min_length=1,
+        description="what scores the train samples: r_hat by a way to update, or a control",
+    )
+    causes: Count | InnerFraction = Field(
+        0.1, description="train samples to remove at most, or their share"
+    )
+    removals: list[Literal["fine_tune", "newton", "ewc_deletion", "retrain"]] = Field(
+        ["fine_tune", "newton", "ewc_deletion", "retrain"], description="how they are removed"
+    )
+    ridge: Positive = Field(30.0, description="added to the curvature when causes are looked for")
+    deletion_ridge: Positive = Field(
+        3000.0, description="the same for newton and ewc_deletion, which may diverge below 3000"
+    )
+    lr: Positive = Field(0.01, description="learning rate of fine_tune, constant")
+    epochs: Count = Field(10, description="epochs of fine_tune")
+
+
 class Panel(Section):
     """The same arms on data made harder."""
 
     title: str = Field("", description="what the table calls it")
     label_noise: BelowOne | None = Field(None, description="replaces data.label_noise")
+    corruption: Annotated[Choice, option_of("corruptions")] | None = Field(
+        None, description="replaces data.corruption"
+    )
 
 
 class EngineSettings(Section):
@@ -294,6 +329,7 @@ class Recipe(Section):
     )
     scores: ScoreSettings = ScoreSettings()
     arms: dict[str, Arm] = Field({}, description="students by name")
+    repair: Repair = Repair()
     panels: dict[str, Panel] = Field({"main": Panel()}, description="variants of the data")
     seeds: list[Seed] = Field([0], min_length=1, description="seeds; every arm runs with each")
     engine: EngineSettings = EngineSettings()
@@ -305,8 +341,8 @@ class Recipe(Section):
         return learner.model or self.model
 
     def data_of(self, panel: str) -> Data:
-        noise = self.panels[panel].label_noise
-        return self.data if noise is None else self.data.model_copy(update={"label_noise": noise})
+        own = {key: getattr(self.panels[panel], key) for key in ("label_noise", "corruption")}
+        return self.data.model_copy(update={k: v for k, v in own.items() if v is not None})
 
     def with_engine(self, settings: Mapping[str, Any]) -> "Recipe":
         return self.model_copy(update={"engine": self.engine.model_copy(update=settings)})

@@ -19,6 +19,7 @@ def check(recipe: "Recipe") -> None:
     """Raise ValueError at the first rule that the recipe breaks."""
     _check_training(recipe)
     _check_names(recipe)
+    _check_repair(recipe)
     if recipe.base.data != "train":
         _refuse(
             "base.data", "train, so that its failures are on samples it never saw", recipe.base.data
@@ -56,6 +57,16 @@ def _check_names(recipe: "Recipe") -> None:
     for name in recipe.posteriors:
         if name in recipe.teachers:
             _refuse("posteriors", "named otherwise than teachers: scores go by these names", name)
+
+
+def _check_repair(recipe: "Recipe") -> None:
+    for key in ("selectors", "removals"):
+        names = getattr(recipe.repair, key)
+        if len(set(names)) < len(names):
+            _refuse(f"repair.{key}", "all different", names)
+    causes, samples = recipe.repair.causes, recipe.data.train
+    if samples is not None and causes >= samples:
+        _refuse("repair.causes", f"below data.train ({samples})", causes)
 
 
 def _learners(recipe: "Recipe") -> Iterator[tuple[str, "Learner"]]:

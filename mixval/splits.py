@@ -1,6 +1,7 @@
-"""Divide a dataset for one seed: train, val_f, val_dev and test, with label noise in train."""
+"""Divide a dataset for one seed: train, val_f, val_dev and test, with damage in train only."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,11 +16,20 @@ from mixval.types import Part, Source, Splits
 # large ones from as many as have that many values, but 200 at least.
 _MEASURED, _MEASURED_VALUES = 5000, 2 * 10**7
 
+Corrupt = Callable[[Part, int, np.random.Generator], Part]
+
 
 def load_splits(
-    source: Source, *, seed: int, train: int | None, val_f: int, val_dev: int, label_noise: float
+    source: Source,
+    *,
+    seed: int,
+    train: int | None,
+    val_f: int,
+    val_dev: int,
+    label_noise: float,
+    corrupt: Corrupt | None = None,
 ) -> Splits:
-    """Return the source divided for this seed: stratified, label noise in train only.
+    """Return the source divided for this seed: stratified, noise and corruption in train only.
 
     Validation samples come from the dataset's own validation split where it has one.
     """
@@ -34,7 +44,10 @@ def load_splits(
         parts["train"], rest = rest, rest.take(np.arange(0))
     else:
         parts["train"], rest = _take_stratified(rng, rest, train)
-    noisy, flipped = flip_labels(parts["train"], label_noise, len(source.classes), seed)
+    noisy, _ = flip_labels(parts["train"], label_noise, len(source.classes), seed)
+    if corrupt is not None:
+        noisy = corrupt(noisy, len(source.classes), generator(seed, "corruption"))
+    flipped = noisy.labels != parts["train"].labels  # not what flip_labels says: it may be undone
     mean, std = _pixel_statistics(noisy)
     return Splits(
         train=noisy,
@@ -42,7 +55,8 @@ def load_splits(
         val_dev=parts["val_dev"],
         test=source.test if source.test is not None else rest,
         classes=source.classes,
-        flipped=flipped,
+        flipped=noisy.ids[flipped],
+        corrupted=noisy.ids[flipped | _changed_images(parts["train"], noisy)],
         mean=mean,
         std=std,
         content=source.train.fingerprint,
@@ -79,6 +93,14 @@ def flip_labels(part: Part, share: float, num_classes: int, seed: int) -> tuple[
     steps = rng.integers(1, num_classes, len(chosen)) if len(chosen) else np.zeros(0, np.int64)
     labels[chosen] = (labels[chosen] + torch.from_numpy(steps)) % num_classes
     return replace(part, labels=labels), part.ids[chosen]
+
+
+def _changed_images(before: Part, after: Part) -> Tensor:
+    """Return which images differ in any pixel, (N,)."""
+    if after.images is before.images:
+        return torch.zeros(len(after), dtype=torch.bool)
+    assert isinstance(before.images, Tensor) and isinstance(after.images, Tensor)
+    return (after.images != before.images).flatten(1).any(1)
 
 
 def _take_stratified(rng: np.random.Generator, part: Part, count: int) -> tuple[Part, Part]:

@@ -146,6 +146,8 @@ class Splits:
     std: Tensor  # (C, 1, 1)
     content: str = ""  # fingerprint of the dataset before it was divided
     own_test: bool = False  # whether the dataset came with this test split, the same for all seeds
+    # ids of the flipped samples, and of the train samples whose image was damaged on purpose
+    corrupted: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @property
     def num_classes(self) -> int:

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import math
 import pickle
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ POSITIONAL = {  # what every option of the module is called with
     "alpha_schedules": ["progress"],
     "augmentations": ["images", "uniforms"],
     "class_weights": ["labels", "num_classes"],
+    "corruptions": ["part", "num_classes", "rng"],
     "datasets": [],
     "failure_rules": ["log_probs", "labels"],
     "filter_policies": ["scores"],
@@ -258,6 +260,21 @@ def test_every_class_weight_is_one_on_average(name):
     assert weights.dtype == torch.float32
     assert (weights.isfinite() & (weights >= 0)).all()
     assert float(weights[labels].mean()) == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", names_of("corruptions"))
+def test_every_corruption_keeps_the_samples_and_repeats(name):
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (40, 3, 5, 4), dtype=np.uint8))
+    part = Part(images, torch.arange(40) % 10, torch.arange(40) + 7)
+    before = part.fingerprint
+    one, other = (
+        example_of("corruptions", name)(part, 10, np.random.default_rng(1)) for _ in range(2)
+    )
+    assert one.fingerprint == other.fingerprint and torch.equal(one.ids, part.ids)
+    assert one.images.shape == images.shape and one.images.dtype == torch.uint8
+    assert one.labels.dtype == torch.int64 and bool(((one.labels >= 0) & (one.labels < 10)).all())
+    assert replace(part).fingerprint == before  # a new Part, which has nothing cached
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 9, 7)])

@@ -11,9 +11,21 @@ from scipy import stats
 from torch import nn
 from torch.nn import functional as F
 
-from mixval.corruptions import confuse_labels, fgsm, gaussian_noise, salt_and_pepper
+from mixval.corruptions import (
+    annotation_noise,
+    confuse_labels,
+    fgsm,
+    fgsm_poisoning,
+    gaussian_noise,
+    input_noise,
+    none,
+    salt_and_pepper,
+)
+from mixval.datasets import digits
 from mixval.errors import UserError
 from mixval.models import conv_net
+from mixval.splits import load_splits
+from mixval.types import Part, StreamedImages
 
 PAIRS = {(1, 7): 0.4, (6, 9): 0.3}
 
@@ -149,3 +161,94 @@ def test_fgsm_refuses_what_has_no_gradient():
         fgsm(network, inputs / 0, labels, 0.1)
     with pytest.raises(UserError, match="epsilon"):
         fgsm(nn.Flatten(), inputs, labels, -1.0)
+
+
+# -- as settings of the train data -----------------------------------------------------------------
+
+DIGITS = digits().train
+
+
+def damaged(before: Part, after: Part) -> torch.Tensor:
+    return (before.images != after.images).flatten(1).any(1)
+
+
+def test_annotation_noise_is_the_published_confusion():
+    noisy = annotation_noise(DIGITS, 10, rng())
+    expected, _ = confuse_labels(DIGITS.labels, PAIRS, rng())
+    assert torch.equal(noisy.labels, expected) and noisy.images is DIGITS.images
+    assert none(DIGITS, 10, rng()) is DIGITS
+
+
+@pytest.mark.parametrize("kind", ["salt_and_pepper", "gaussian"])
+@pytest.mark.parametrize("damage", [input_noise, fgsm_poisoning])
+def test_images_of_the_named_classes_are_hit_as_often_as_asked(damage, kind):
+    own = {"kind": kind, "amount": 0.5} if damage is input_noise else {}
+    noisy = damage(DIGITS, 10, rng(), share=0.25, classes=[1, 6], **own)
+    hit, named = damaged(DIGITS, noisy), torch.isin(DIGITS.labels, torch.tensor([1, 6]))
+    assert not hit[~named].any()
+    assert in_bounds(int(hit.sum()), int(named.sum()), 0.25)
+    assert torch.equal(noisy.labels, DIGITS.labels) and torch.equal(noisy.ids, DIGITS.ids)
+    assert noisy.images.dtype == torch.uint8
+    every = damaged(DIGITS, damage(DIGITS, 10, rng(), share=0.25, **own))
+    assert in_bounds(int(every.sum()), len(DIGITS), 0.25)
+    assert torch.equal(every & named, hit)  # one class's do not depend on another's
+    again = damage(DIGITS, 10, rng(), share=0.25, classes=[1, 6], **own)
+    assert torch.equal(again.images, noisy.images)
+
+
+def test_poisoned_images_fool_a_classifier_that_noise_of_that_size_does_not():
+    # Another library's classifier, fitted to the first half, asked about the second.
+    from sklearn.linear_model import LogisticRegression
+
+    pixels = DIGITS.images.flatten(1).numpy() / 255
+    judge = LogisticRegression(max_iter=1000).fit(pixels[:900], DIGITS.labels[:900])
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    noisy = fgsm_poisoning(DIGITS, 10, rng(), share=0.5, epsilon=0.2)
+    assert torch.equal(torch.random.get_rng_state(), state)  # it draws nothing of torch's
+    moved = noisy.images.short() - DIGITS.images.short()
+    assert int(moved.abs().max()) == 51
+    hit = damaged(DIGITS, noisy).numpy() & (np.arange(len(DIGITS)) >= 900)
+    signs = rng(1).choice([-0.2, 0.2], pixels[hit].shape)
+    random = np.clip(pixels[hit] + signs, 0, 1)
+    labels = DIGITS.labels.numpy()[hit]
+    accuracy = [
+        judge.score(x, labels) for x in (noisy.images.flatten(1).numpy()[hit] / 255, random)
+    ]
+    assert accuracy[0] < 0.5 < 0.8 < accuracy[1]
+
+
+@pytest.mark.parametrize("damage", [annotation_noise, input_noise, fgsm_poisoning])
+def test_splits_know_what_was_damaged_and_damage_train_alone(damage):
+    sizes = {"seed": 3, "train": 300, "val_f": 100, "val_dev": 100}
+    clean = load_splits(digits(), label_noise=0.0, **sizes)
+    splits = load_splits(digits(), label_noise=0.2, corrupt=damage, **sizes)
+    wrong = splits.train.labels != clean.train.labels
+    image = damaged(clean.train, splits.train)
+    assert image.any() == (damage is not annotation_noise)
+    assert torch.equal(splits.flipped, clean.train.ids[wrong])
+    assert torch.equal(splits.corrupted, clean.train.ids[wrong | image])
+    for name in ("val_f", "val_dev", "test"):
+        assert getattr(splits, name).fingerprint == getattr(clean, name).fingerprint
+    pixels = splits.train.images.double() / 255  # a network sees the damaged images' statistics
+    assert splits.mean.item() == pytest.approx(pixels.mean().item(), abs=1e-6)
+
+
+def test_damage_without_a_meaning_is_refused():
+    class Nothing:
+        image_shape, content = (1, 8, 8), ""
+
+    streamed = Part(StreamedImages.of(Nothing(), len(DIGITS)), DIGITS.labels, DIGITS.ids)
+    for damage in (input_noise, fgsm_poisoning):
+        with pytest.raises(UserError, match=r"classes: must name classes from 0 to 9, got 10"):
+            damage(DIGITS, 10, rng(), classes=[10])
+        with pytest.raises(UserError, match=r"data\.images: must be memory"):
+            damage(streamed, 10, rng())
+    for pairs, message in (
+        ([[1, 7]], "class, class, probability"),
+        ([[1.5, 7, 0.1]], "class, class, probability"),
+        ([[1, 10, 0.1]], "classes from 0 to 9, got 10"),
+        ([[1, 7, 1.1]], "from 0 to 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            annotation_noise(DIGITS, 10, rng(), pairs=pairs)

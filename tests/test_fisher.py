@@ -146,9 +146,15 @@ def test_what_can_not_be_measured_is_refused():
         diagonal_fisher(network, [(inputs, labels - 100)])
 
 
+def network_of_two() -> nn.Module:
+    network = nn.Module()
+    network.w = nn.Parameter(torch.zeros(2))
+    return network
+
+
 def test_precision_is_the_scaled_fisher_and_the_ridge():
-    parameters, fisher = {"w": torch.zeros(2)}, {"w": torch.tensor([0.5, 0.0])}
-    got = precision(parameters, fisher, num_samples=10, ridge=0.25)
+    fisher = {"w": torch.tensor([0.5, 0.0])}
+    got = precision(network_of_two(), fisher, num_samples=10, ridge=0.25)
     torch.testing.assert_close(got, {"w": torch.tensor([5.25, 0.25])})
 
 
@@ -169,9 +175,7 @@ def test_a_precision_that_can_not_be_divided_by_is_refused(changes, message):
     usual = {"fisher": {"w": torch.tensor([0.5, 0.0])}, "num_samples": 10, "ridge": 0.25}
     fisher, *_ = (asked := usual | changes).values()
     with pytest.raises(UserError, match=message):
-        precision(
-            {"w": torch.zeros(2)}, fisher, num_samples=asked["num_samples"], ridge=asked["ridge"]
-        )
+        precision(network_of_two(), fisher, num_samples=asked["num_samples"], ridge=asked["ridge"])
 
 
 @given(st.integers(0, 30), st.integers(1, 40))

@@ -62,7 +62,7 @@ def test_defaults_are_filled_in(tiny_recipe):
         "within_lam_deciles": False,
     }
     assert described["arms"]["all"]["alpha"] == {"name": "constant", "value": 1.0}
-    assert described["panels"] == {"main": {"title": "", "label_noise": None}}
+    assert described["panels"] == {"main": {"title": "", "label_noise": None, "corruption": None}}
 
 
 def test_a_described_recipe_reads_back_as_itself(tiny_recipe):
@@ -123,6 +123,12 @@ BAD = [
     ),
     ({"training.loss": "cross"}, "training.loss: unknown option", "'cross_entropy'"),
     ({"data.label_noise": 1}, "data.label_noise: ", "less than 1, got 1"),
+    ({"data.corruption": "rust"}, "data.corruption: ", "unknown option 'rust'"),
+    (
+        {"data.corruption": {"name": "input_noise", "share": 2}},
+        "data.corruption: ",
+        "less than 1, got 2",
+    ),
     ({"data.label_noise": -0.1}, "data.label_noise: ", "greater than or equal to 0"),
     ({"data.source": "digit"}, "data.source: unknown option", "did you mean 'digits'?"),
     ({"data": "digits"}, "data: ", "got 'digits'"),

@@ -25,27 +25,14 @@ def point(
 
 def ewc(known: Known, *, ridge: NonNegative = 0.1, steps: Count = 100) -> Fitted:
     """The network, and the optimum of log p(F) where the diagonal Fisher of D holds the weights."""
-    moved = updates.ewc(
-        known.model,
-        known.fisher(),
-        *known.failures,
-        num_samples=known.num_samples,
-        ridge=ridge,
-        steps=steps,
-    )
+    moved = updates.ewc(known.model, known.precision(ridge), *known.failures, steps=steps)
     return _moved(known, moved)
 
 
 def natural_gradient(known: Known, *, step: Positive = 1.0, ridge: NonNegative = 10.0) -> Fitted:
     """The network, and one natural-gradient step towards F: as it shrinks, linear influence."""
-    moved = updates.natural_gradient(
-        known.model,
-        known.fisher(),
-        *known.failures,
-        num_samples=known.num_samples,
-        ridge=ridge,
-        step=step,
-    )
+    held = known.precision(ridge)
+    moved = updates.natural_gradient(known.model, held, *known.failures, step=step)
     return _moved(known, moved)
 
 

@@ -97,6 +97,8 @@ def page(
     ]
     noise = {panel: recipe.data_of(panel).label_noise for panel in results.panels()}
     noisy = [f"{share:.0%} in {panel!r}" for panel, share in noise.items() if share]
+    damage = {panel: recipe.data_of(panel).corruption.name for panel in results.panels()}
+    noisy += [f"{name} in {panel!r}" for panel, name in damage.items() if name != "none"]
     return jinja.get_template("page.html.j2").render(
         recipe=recipe,
         environment=environment,
@@ -104,7 +106,9 @@ def page(
         panels=panels,
         holdout=results.recipe.failures.holdout,
         leaks=any(fact["leaks_test_labels"] for fact in results.facts),
-        noise_note=f"Train labels flipped on purpose: {', '.join(noisy)}." if noisy else "",
+        noise_note=f"Train labels flipped or samples damaged on purpose: {', '.join(noisy)}."
+        if noisy
+        else "",
         command=command,
         recipe_text=yaml.safe_dump(
             recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True

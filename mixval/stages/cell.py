@@ -50,6 +50,7 @@ class Cell:
             val_f=data.val_f,
             val_dev=data.val_dev,
             label_noise=data.label_noise,
+            corrupt=choose.pick("corruptions", data.corruption.name, data.corruption.parameters),
         )
         present = torch.bincount(splits.train.labels, minlength=splits.num_classes) > 0
         if absent := [c for c, found in zip(splits.classes, present, strict=True) if not found]:

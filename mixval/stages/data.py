@@ -1,4 +1,4 @@
-"""What a cell learns from, on record: who is in which split, and whose label was flipped."""
+"""What a cell learns from, on record: who is in which split, and what was damaged on purpose."""
 
 from typing import Any
 
@@ -23,9 +23,13 @@ def _write(cell: Cell, artifact: Artifact) -> dict[str, Any]:
     ids = np.concatenate([part.ids.numpy() for part in parts.values()])
     names = [name for name, part in parts.items() for _ in range(len(part))]
     labels = np.concatenate([part.labels.numpy() for part in parts.values()])
-    flipped = np.isin(ids, splits.flipped.numpy())
-    table = pa.table({"id": ids, "split": names, "label": labels, "flipped": flipped})
+    flipped, corrupted = (
+        np.isin(ids, damaged.numpy()) for damaged in (splits.flipped, splits.corrupted)
+    )
+    columns = {"id": ids, "split": names, "label": labels}
+    table = pa.table({**columns, "flipped": flipped, "corrupted": corrupted})
     pq.write_table(table, artifact.path("splits.parquet"), write_page_checksum=True)
     sizes = {name: len(part) for name, part in parts.items()}
     counts = {**sizes, "test": len(splits.test), "flipped": int(flipped.sum())}
+    counts["corrupted"] = int(corrupted.sum())
     return {**counts, "classes": list(splits.classes)}
