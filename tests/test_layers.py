@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
         "datasets.stl",
     },
     {*CHOICES, "external", "store", "score_store", "splits"},
-    {"fisher", "mixing", "own_dataset", "rhat", "results", "sources", "work"},
+    {"closed_form", "fisher", "mixing", "own_dataset", "rhat", "results", "sources", "work"},
     {"corruptions", "feeding", "sample_scores", "updates"},
     {"metrics", "objectives", "scoring", "report", "top"},
     {"guidance", "guide", "report.render"},
