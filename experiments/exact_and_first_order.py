@@ -1,8 +1,19 @@
 r"""How far is r_hat(C) from r(C) as the set C grows, and when is r itself beyond Monte Carlo?
 
 Command: python experiments/exact_and_first_order.py [--seeds 5] [--sets 8] [--draws 2000]
-Time: TIME
-RESULT
+Time: 40 s on one core.
+Bayesian linear regression (r in closed form) and the last-layer Laplace posterior of a small
+network on digits, F its mistakes on 400 held-out samples; random sets C, 8 of each size and
+seed. r of digits is a closed form up to 5 rows, and by particles beyond (mixval.closed_form).
+
+Result, seeds 0-4, medians over 40 sets (figures/exact_and_first_order.png, docs/exact_r.md):
+                        size 1          5               10              20
+                        |r|   |r̂ − r|  |r|   |r̂ − r|  |r|   |r̂ − r|  |r|    |r̂ − r|
+  regression, mixes     0.162 0.011     0.434 0.052     0.653 0.104     1.236  0.294
+  digits mixes, δ = 1   0.084 0.022     0.399 0.121     4.110 3.864     25.97  26.96
+  digits mixes, δ = 10  0.076 0.004     0.176 0.015     0.299 0.029     0.612  0.198
+r_hat stands for r while the standard deviation of H(C) stays below 1: up to 2 to 5 rows at
+delta = 1, up to 10 at delta = 10. Beyond, log-mean-exp over draws does not find r either.
 """
 
 import argparse
@@ -289,7 +300,7 @@ def draw_figure(linear: Sets, of_digits: dict[tuple[str, float], Sets]) -> Figur
     return figure
 
 
-INFINITE = "r is infinite:\nfor some sets at 50,\nfor all at 100"
+INFINITE = "r is infinite\nfor some\nor all sets"
 STYLES = (("--", "#888888"), ("-", "#c8553d"), ("-", "#4a8f5c"), (":", "#3b6fb6"))
 
 
