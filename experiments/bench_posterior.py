@@ -7,6 +7,7 @@ RESULT
 
 import argparse
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -28,6 +29,7 @@ from mixval.seeding import generator
 from mixval.types import Posterior
 
 AIM = 1.15
+Clock = Callable[[], float]
 FIT_ROWS, FAILURES = 256, 32
 MODEL = Choice(name="timm", architecture="resnet18", small_images=True)
 NETWORKS, HEADS, DRAWS, APART = (
@@ -43,7 +45,7 @@ ASKED = {  # what is compared, and the aim if there is one
 }
 
 
-def candidates(case: Case, draws: int) -> dict[str, Steps]:
+def candidates(case: Case, draws: int, clock: Clock) -> dict[str, Steps]:
     """Return the ways to score one batch of mixes, all with the same network."""
     model = case.engine.prepare(case.network())
     both = fitted(case, model, draws)
@@ -51,10 +53,10 @@ def candidates(case: Case, draws: int) -> dict[str, Steps]:
     split = [last_layer(model, each) for each in both]
     networks = [point([case.engine.prepare(case.network())]) for _ in range(2)]
     return {
-        NETWORKS: apart(case, *networks),
-        HEADS: together(case, last_layer(model, torch.cat(means))),
-        DRAWS: together(case, last_layer(model, torch.cat(both))),
-        APART: apart(case, *split),
+        NETWORKS: apart(case, clock, *networks),
+        HEADS: together(case, clock, last_layer(model, torch.cat(means))),
+        DRAWS: together(case, clock, last_layer(model, torch.cat(both))),
+        APART: apart(case, clock, *split),
     }
 
 
@@ -71,13 +73,13 @@ def fitted(case: Case, model: Prepared, draws: int) -> list[Tensor]:
     return [draw(moved, noise), draw(base, noise)]
 
 
-def apart(case: Case, after: Posterior, before: Posterior) -> Steps:
+def apart(case: Case, clock: Clock, after: Posterior, before: Posterior) -> Steps:
     """Return scoring by two posteriors, each with a pass of its own."""
     scorer, (inputs, targets) = Scorer(after, cross_entropy), rows(case)
-    return timed(case, lambda: scorer(inputs, targets, before(inputs)).r_hat)
+    return timed(clock, lambda: scorer(inputs, targets, before(inputs)).r_hat)
 
 
-def together(case: Case, pair: Posterior) -> Steps:
+def together(case: Case, clock: Clock, pair: Posterior) -> Steps:
     """Return scoring by two posteriors that share a pass: draws of both, one behind the other."""
     inputs, targets = rows(case)
 
@@ -86,7 +88,7 @@ def together(case: Case, pair: Posterior) -> Steps:
         after, before = losses.chunk(2)
         return score(after, before).r_hat
 
-    return timed(case, scored)
+    return timed(clock, scored)
 
 
 def rows(case: Case) -> tuple[Tensor, Tensor]:
@@ -95,13 +97,13 @@ def rows(case: Case) -> tuple[Tensor, Tensor]:
     return batch.mixed.contiguous(memory_format=torch.channels_last), batch.mixed_targets
 
 
-def timed(case: Case, work: Callable[[], Tensor]) -> Steps:
+def timed(clock: Clock, work: Callable[[], Tensor]) -> Steps:
     @torch.inference_mode()
     def run(steps: int) -> float:
-        start = case.now()
+        start = clock()
         for _ in range(steps):
             work()
-        return case.now() - start
+        return clock() - start
 
     return run
 
@@ -127,12 +129,17 @@ def main() -> None:
     parser.add_argument("seconds", type=float, nargs="?", default=120.0, help="of each case")
     parser.add_argument("--draws", type=int, default=30)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--threads", type=int, default=num_cores())
+    parser.add_argument("--processor", action="store_true", help="count its seconds: if it is busy")
     asked = parser.parse_args()
     settings = {"device": "cpu", "precision": "bf16", "channels_last": True}
-    engine = start_engine(EngineSettings.model_validate({**settings, "threads": num_cores()}))
+    engine = start_engine(EngineSettings.model_validate({**settings, "threads": asked.threads}))
     for size in asked.batch_size:
         case = Case(MODEL, size, engine, samples=2000)
-        work = {name: partial(steps, 1) for name, steps in candidates(case, asked.draws).items()}
+        clock = time.process_time if asked.processor else case.now
+        work = {
+            name: partial(steps, 1) for name, steps in candidates(case, asked.draws, clock).items()
+        }
         for once in work.values():
             once()  # warms up
         say(case, interleaved(work, 1000, seconds=asked.seconds))
