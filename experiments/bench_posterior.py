@@ -7,11 +7,11 @@ and draws on both sides, with one backbone for both posteriors (their heads are 
 with one for each.
 
 Result of 60 --processor --threads 1 on a busy machine of 2 cores (load 10), so seconds of the
-processor; 6 rounds, 95 % intervals of the median; batch 64:
-  draws / points, one backbone                       1.005 [0.963, 1.021]
-  draws / points, a backbone for each side           1.005 [0.964, 1.041]
-  draws on one backbone / points as two networks     0.498 [0.489, 0.524]
-By the clock, 2 threads, on the same machine: 1.08 [0.70, 1.57], which decides nothing.
+processor; 6 rounds, 95 % intervals of the median:     batch 64               256
+  draws / points, one backbone                    1.005 [0.963, 1.021]  1.022 [0.981, 1.045]
+  draws / points, a backbone for each side        1.005 [0.964, 1.041]  1.002 [0.966, 1.030]
+  draws on one backbone / points as two networks  0.498 [0.489, 0.524]  0.504 [0.490, 0.525]
+By the clock, 2 threads, batch 64, the same machine: 1.08 [0.70, 1.57], which decides nothing.
 """
 
 import argparse
