@@ -208,8 +208,9 @@ def test_too_many_gaussians_are_refused():
 @pytest.mark.parametrize("particles", [20, 2000])
 def test_particles_are_unbiased_for_every_number_of_rows(particles):
     # Of E[exp H], not of its logarithm: the mean over many runs, few particles included.
+    # Features of that length make weights so unequal that particles are drawn anew.
     features, targets = toy_rows(8, 6)
-    logits = Logits.of(toy_posterior(9), features)
+    logits = Logits.of(toy_posterior(9), 2 * features)
     exact = np.array([log_mean_exp(logits.first(n), targets[:n]) for n in range(1, 7)])
     rng = np.random.default_rng(0)
     runs = 40_000 // particles
@@ -220,4 +221,4 @@ def test_particles_are_unbiased_for_every_number_of_rows(particles):
     assert np.abs(ratios[:, 0] - 1).max() < 1e-10  # one row needs no choice
     errors = ratios.std(0, ddof=1) / runs**0.5
     assert (np.abs(ratios.mean(0) - 1)[1:] < 4 * errors[1:]).all()
-    assert (errors < 0.05).all() and errors[-1] > 0
+    assert (errors < 0.1).all() and errors[-1] > 0
