@@ -64,9 +64,11 @@ def score(updated: Tensor, base: Tensor) -> Scored:
 def exact_r(updated: Tensor, base: Tensor) -> Tensor:
     """Return r from H of sets, (S, ...) each the sum over a set's members, for each draw.
 
-    log-mean-exp over draws: a lower bound on average, dominated by few draws when sets are
-    large. Where the curvature of C exceeds the posterior's precision the true r is infinite,
-    and no number of draws will show it.
+    log-mean-exp over draws: each of the two terms is too low on average, and dominated by few
+    draws when sets are large. Do not trust it where H of the set has a standard deviation
+    above 1. Of a squared error the true r is infinite where the curvature of C exceeds the
+    posterior's precision; of softmax it is finite, but far from what any number of draws
+    shows (`closed_form`).
     """
     terms = [losses.logsumexp(0) - math.log(len(losses)) for losses in (updated, base)]
     r = terms[0] - terms[1]

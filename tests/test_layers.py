@@ -34,6 +34,7 @@ LAYERS: list[set[str]] = [
     },
     {*CHOICES - {"posterior_fits"}, "external", "store", "score_store", "splits"},
     {
+        "closed_form",
         "mixing",
         "own_dataset",
         "posteriors",
