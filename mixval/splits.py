@@ -35,7 +35,7 @@ def load_splits(
     else:
         parts["train"], rest = _take_stratified(rng, rest, train)
     noisy, flipped = flip_labels(parts["train"], label_noise, len(source.classes), seed)
-    mean, std = _pixel_statistics(noisy)
+    mean, std = pixel_statistics(noisy)
     return Splits(
         train=noisy,
         val_f=parts["val_f"],
@@ -94,7 +94,7 @@ def _take_stratified(rng: np.random.Generator, part: Part, count: int) -> tuple[
     return part.take(np.sort(chosen)), part.take(left)
 
 
-def _pixel_statistics(part: Part) -> tuple[Tensor, Tensor]:
+def pixel_statistics(part: Part) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel, over evenly spaced images."""
     enough = max(200, _MEASURED_VALUES // math.prod(part.images.shape[1:]))
     count = min(len(part), _MEASURED, enough)
