@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mixval.feeding import feed
-from mixval.mixing import RowMaker, mixed_targets
+from mixval.mixing import RowMaker, draw_plan, mixed_targets
 from mixval.processes import ALONE, Processes
 from mixval.rhat import Scored, Scorer, probability_negative
-from mixval.types import Column, MixPlan, Posterior, ScoreTable
+from mixval.types import Column, Ints, MixPlan, Posterior, ScoreTable
 
 _READ_AHEAD = 256  # chunks that loaders may be given at once
 
@@ -24,7 +24,7 @@ class MadeMixes:
     inputs: Tensor  # (B, ...)
     label_i: Tensor  # (B,) int64
     label_j: Tensor  # (B,) int64
-    lam: Tensor  # (B,) float64
+    lam: Tensor  # (B,) float64, on the CPU
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -32,6 +32,10 @@ class MadeMixes:
     def keep(self, rows: slice) -> "MadeMixes":
         kept = (self.inputs[rows], self.label_i[rows], self.label_j[rows], self.lam[rows])
         return MadeMixes(*kept)
+
+    def to(self, device: torch.device) -> "MadeMixes":
+        labels = self.label_i.to(device), self.label_j.to(device)
+        return MadeMixes(self.inputs.to(device), *labels, self.lam)
 
 
 def score_plans(
@@ -82,13 +86,29 @@ def score_made(
 
     `start` is the place of the first among all.
     """
-    inputs, lam = mixes.inputs, mixes.lam.to(mixes.inputs.dtype)
+    inputs, lam = mixes.inputs, mixes.lam.to(mixes.inputs)
     targets = mixed_targets(mixes.label_i, mixes.label_j, lam, num_classes)
     scored = scorer(inputs, targets, base(inputs))
     nobody = np.full(len(mixes), -1)
     labels = {name: getattr(mixes, name).cpu().numpy() for name in ("label_i", "label_j")}
-    columns = {"i": nobody, "j": nobody, "lam": mixes.lam.cpu().numpy(), **labels}
+    columns = {"i": nobody, "j": nobody, "lam": mixes.lam.numpy(), **labels}
     return _table(scored, start, 0, columns)
+
+
+def drawn_plans(
+    rows: int, *, seed: int, alpha: float, num_samples: int, folds: Ints | None = None
+) -> Iterator[MixPlan]:
+    """Yield the mixes that are scored again and again: as many epochs as the rows need."""
+    for epoch in range(-(-rows // num_samples)):
+        plan = draw_plan(
+            seed=seed,
+            epoch=epoch,
+            alpha=alpha,
+            num_samples=num_samples,
+            folds=folds,
+            stream="probe",
+        )
+        yield plan.keep(slice(rows - epoch * num_samples))
 
 
 def pieces(plans: Iterable[MixPlan], size: int) -> Iterator[tuple[int, MixPlan]]:

@@ -7,11 +7,10 @@ import torch
 
 from mixval import choose
 from mixval.fingerprints import fingerprint
-from mixval.mixing import draw_plan
 from mixval.posteriors import point
 from mixval.rhat import Scorer
 from mixval.score_store import ScoreWriter
-from mixval.scoring import score_plans
+from mixval.scoring import drawn_plans, score_plans
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network
 from mixval.stages.teacher import TeacherSet
@@ -82,18 +81,15 @@ def score_probe(
 
 
 def probe_plans(cell: Cell, teacher: TeacherSet) -> Iterator[MixPlan]:
-    """Yield the fixed mixes that are scored again and again: as many epochs as the rows need."""
-    settings, samples = cell.recipe.scores, len(cell.splits.train)
-    for epoch in range(-(-settings.rows // samples)):
-        plan = draw_plan(
-            seed=cell.seed,
-            epoch=epoch,
-            alpha=settings.alpha,
-            num_samples=samples,
-            folds=teacher.folds,
-            stream="probe",
-        )
-        yield plan.keep(slice(settings.rows - epoch * samples))
+    """Return the fixed mixes that are scored again and again."""
+    settings = cell.recipe.scores
+    return drawn_plans(
+        settings.rows,
+        seed=cell.seed,
+        alpha=settings.alpha,
+        num_samples=len(cell.splits.train),
+        folds=teacher.folds,
+    )
 
 
 def probe_provenance(cell: Cell, teacher: TeacherSet, base: str) -> dict[str, str]:
