@@ -112,8 +112,8 @@ class Made:
     files: BatchFiles
     device: torch.device
 
-    classes = ()
-    normalisation: Any = None
+    classes: tuple[str, ...] = ()
+    normalisation: None = None  # x comes as the networks want it
 
     @property
     def count(self) -> int:
