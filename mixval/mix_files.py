@@ -96,7 +96,7 @@ def _column(batch: pa.RecordBatch, name: str, path: Path, row: int) -> Any:
     if column.null_count:
         first = row + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
         raise UserError(f"{path}: {name} must be a number in every row, got nothing in row {first}")
-    return column.cast(kind).to_numpy(zero_copy_only=False)
+    return np.array(column.cast(kind))  # a copy: torch does not take what can't be written to
 
 
 def _checked_lam(lam: Floats, path: Path, row: int) -> Floats:
