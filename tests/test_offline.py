@@ -1,9 +1,11 @@
 """mixval score --base: equal to a loop over rows, the same however often it is stopped."""
 
+import importlib.util
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -50,7 +52,7 @@ def here(tmp_path, monkeypatch, arrays):
         torch.save(make_net(seed).state_dict(), f"w{seed}.pt")
     (tmp_path / "mine_offline.py").write_text(
         "import sys\n"
-        f"sys.path.insert(0, {str(__import__('pathlib').Path(__file__).parent)!r})\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import torch\n"
         "import test_offline as t\n"
         "def net(*, seed=0): return t.make_net(seed)\n"
@@ -482,3 +484,30 @@ def test_a_run_directory_is_scored_by_its_own_recipe(
     assert read_scores(folder).r_hat.tobytes() == before.r_hat.tobytes()
     assert main(["score", "nowhere"]) == 2
     assert "no packaged recipe and no file 'nowhere'" in capsys.readouterr().err
+
+
+if importlib.util.find_spec("duckdb") is not None:
+
+    def test_the_queries_of_the_docs_run_and_agree(here):
+        import duckdb
+
+        nets = [make_net(k) for k in range(6)]
+        score_mixes(nets[:3], nets[3:], OwnData(), out="scores", rows=400)
+        table = read_scores("scores")
+        text = (Path(__file__).parents[1] / "docs" / "offline_scoring.md").read_text()
+        queries = text.split("```sql\n")[1].split("```")[0].split(";\n")
+        found = [duckdb.sql(query) for query in queries]
+        pairs, tenths, parents, stability, _ = [f and f.fetchall() for f in found]
+        a, b, mean, kept, mixes = pairs[0]
+        of = (np.minimum(table.label_i, table.label_j) == a) & (
+            np.maximum(table.label_i, table.label_j) == b
+        )
+        assert mixes == of.sum() and mean == pytest.approx(table.r_hat[of].mean(), abs=1e-6)
+        assert kept == pytest.approx((table.r_hat[of] <= 0).mean())
+        assert len(tenths) == 10 and tenths[0][1] == table.lam.min()
+        with_parent = np.concatenate(
+            [table.r_hat[table.i == parents[0][0]], table.r_hat[table.j == parents[0][0]]]
+        )
+        assert parents[0][1] == pytest.approx(with_parent.mean(), abs=1e-6)
+        assert sum(row[1] for row in stability) == 400
+        assert pq.read_table("kept.parquet").num_rows == (table.p_negative > 0.9).sum()
