@@ -496,7 +496,7 @@ if importlib.util.find_spec("duckdb") is not None:
         table = read_scores("scores")
         text = (Path(__file__).parents[1] / "docs" / "offline_scoring.md").read_text()
         queries = text.split("```sql\n")[1].split("```")[0].split(";\n")
-        found = [duckdb.sql(query) for query in queries]
+        found = [duckdb.sql(query) for query in queries if query.strip()]
         pairs, tenths, parents, stability, _ = [f and f.fetchall() for f in found]
         a, b, mean, kept, mixes = pairs[0]
         of = (np.minimum(table.label_i, table.label_j) == a) & (
