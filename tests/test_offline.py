@@ -212,6 +212,31 @@ def test_a_model_may_know_more_classes_than_the_data(here):
     assert_row(table, 3, [make_net(0, 5)], [make_net(1, 5)], x)
 
 
+def test_the_default_normalisation_is_of_train_for_every_split(here, arrays):
+    # The test images are half as bright. Catches statistics of the split that is scored.
+    assert score("--split", "test", "--out", "s") == 0
+    table = read_scores("s")
+    train = torch.from_numpy(arrays[0]).double() / 255
+    pixels = torch.from_numpy(arrays[0][:10] // 2).double()[:, None] / 255
+    scaled = (pixels - train.mean()) / train.std()
+    for row in range(10):
+        x_i, x_j = (scaled[k[row] - 40] for k in (table.i, table.j))
+        x = table.lam[row] * x_i + (1 - table.lam[row]) * x_j
+        assert_row(table, row, [make_net(0)], [make_net(1)], x)
+
+
+def test_parts_of_several_chunks_hold_the_same_rows(here):
+    # 200 chunks of one row, three to a part. Catches a chunk that is written twice in a part.
+    nets = make_net(0), make_net(1)
+    for out, chunk in (("one", 1), ("many", 50)):
+        score_mixes(*nets, OwnData(), out=out, rows=200, chunk=chunk, device="cpu")
+    one, many = read_scores("one"), read_scores("many")
+    assert len(parts(here / "one")) == 67 and len(parts(here / "many")) == 4
+    for name in ("row", "i", "j", "lam", "label_i", "label_j"):
+        assert np.array_equal(getattr(one, name), getattr(many, name)), name
+    assert np.allclose(one.r_hat, many.r_hat, atol=1e-5)
+
+
 def test_words_and_objects_give_the_same_bytes(here):
     # Same data by name, by own code, and as an object; the same networks as files and modules.
     score_mixes([make_net(0)], [make_net(1)], OwnData(), out="a", rows=60, device="cpu")
