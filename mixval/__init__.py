@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mixval.guide import Guide
     from mixval.job import run_job as run
     from mixval.mixing import draw_plan, mix, mixed_targets
+    from mixval.offline import OfflineScores, score_mixes
     from mixval.own_dataset import from_dataset
     from mixval.posteriors import ensemble, point
     from mixval.recipe import Recipe
@@ -26,6 +27,7 @@ _HOMES = {
     "compare": ("Interval", "mean_interval", "paired_difference"),
     "guide": ("Guide",),
     "mixing": ("draw_plan", "mix", "mixed_targets"),
+    "offline": ("OfflineScores", "score_mixes"),
     "own_dataset": ("from_dataset",),
     "posteriors": ("ensemble", "point"),
     "recipe": ("Recipe",),
@@ -43,6 +45,7 @@ __all__ = [
     "Guide",
     "Interval",
     "MixPlan",
+    "OfflineScores",
     "Part",
     "Posterior",
     "Recipe",
@@ -66,6 +69,7 @@ __all__ = [
     "read_scores",
     "run",
     "score",
+    "score_mixes",
     "write_scores",
 ]
 

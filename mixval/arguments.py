@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import yaml
@@ -12,7 +13,7 @@ from pydantic.fields import FieldInfo
 from mixval import choose
 from mixval.errors import UserError
 from mixval.recipe import Choice, Recipe
-from mixval.recipe_loading import load_recipe, parse_yaml
+from mixval.recipe_loading import load_recipe, packaged_recipes, parse_yaml
 
 VERBS = {
     "the whole job": {
@@ -23,7 +24,7 @@ VERBS = {
         "failures": "find what the base network fails",
         "teacher": "train the teachers",
         "posteriors": "fit p(θ|D) and p(θ|D,F) around the base network",
-        "score": "score the probe mixes under each teacher and each pair of posteriors",
+        "score": "score probe mixes under teachers and posteriors; or mixes under your own models",
         "student": "train the students",
         "repair": "find the train samples behind the failures, and take them out of the base",
         "report": "write the report of a run again, from its files",
@@ -81,7 +82,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         flags = verbs.choices[arguments.verb]._option_string_actions
         raise UserError(f"unknown argument {unknown[0]!r}; {choose.nearest(unknown[0], flags)}")
     if getattr(arguments, "model", None):
-        settings["model"] = _value(arguments.model)
+        settings["model"] = value_of(arguments.model)
     if getattr(arguments, "seeds", None):
         settings["seeds"] = _seeds(arguments.seeds)
     return arguments, settings
@@ -97,8 +98,13 @@ class _Help(argparse.HelpFormatter):
 
 def _add_run_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
     add = parser.add_argument
+    scores = parser.prog.endswith(" score")
+    also = ", or a run directory" if scores else ""
     add(
-        "recipe", nargs="?", default="digits", help="packaged recipe or YAML file (default: digits)"
+        "recipe",
+        nargs="?",
+        default="digits",
+        help=f"packaged recipe or YAML file{also} (default: digits)",
     )
     add("--out", metavar="DIR", help="run directory (default: runs/NAME)")
     add("--arms", nargs="+", metavar="ARM", help="only these arms (default: all of the recipe)")
@@ -106,7 +112,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser, words: list[str]) -> Non
     add("--seeds", nargs="+", metavar="SEED", help="such as 0 1 2 or 0-9 (default: the recipe's)")
     add("--dry-run", action="store_true", help="check all, train one batch, estimate time and disk")
     named = words[0] if words and not words[0].startswith("-") else "digits"
-    recipe = load_recipe(named) if {"-h", "--help"} & set(words) else None
+    named = run_recipe(named) or named if scores else named
+    recipe = load_recipe(named) if _asks_for_help(words) else None
     for section, summary, fields in _sections():
         title = section if recipe is None else f"{section} (defaults as in recipe {named})"
         group = parser.add_argument_group(title, summary)
@@ -121,6 +128,73 @@ def _add_run_arguments(parser: argparse.ArgumentParser, words: list[str]) -> Non
         "arms, teachers, posteriors and panels",
         "by their place, e.g. --arms.all.alpha 2; `mixval list arms teachers` shows their keys",
     )
+
+
+def run_recipe(source: str) -> str | None:
+    """Return the file of the recipe that a run directory was made by; None if it is no run."""
+    path = Path(source, "recipe.yaml")
+    return str(path) if source not in packaged_recipes() and path.is_file() else None
+
+
+def _add_score_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """Add what goes with --base, or with a recipe or run; all of it for the help."""
+    own = scores_own_models(words)
+    parser.description = (
+        "`mixval score RECIPE` (or RUN, a run directory): the probe mixes of a run, base against "
+        "each teacher. `mixval score --base MODEL --updated MODEL --data SOURCE --out DIR`: mixes "
+        "under models of your own."
+    )
+    if own or _asks_for_help(words):
+        group = parser.add_argument_group(
+            "mixes under your own models: mixval score --base MODEL --updated MODEL --data SOURCE",
+            "MODEL: NAME@FILE (a model of mixval or timm and its weights: safetensors, or a torch "
+            "checkpoint), or module:function (returns an nn.Module). SOURCE: a dataset (mixval "
+            "list datasets), {name: npz, path: x.npz}, or module:function (a torch Dataset). "
+            "Give the same command again to go on where it stopped.",
+        )
+        for flag, kind in _OWN_MODELS.items():
+            group.add_argument(flag, **kind)
+        if own:
+            group.add_argument("--out", metavar="DIR", help="folder for part-*.parquet")
+    if not own:
+        _add_run_arguments(parser, words)
+
+
+def scores_own_models(words: list[str]) -> bool:
+    """Say whether `mixval score` is given networks, and not a recipe or a run."""
+    return any(word.partition("=")[0] in _OWN_MODELS for word in words)
+
+
+def _asks_for_help(words: list[str]) -> bool:
+    return bool({"-h", "--help"} & set(words))
+
+
+def _many(metavar: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"nargs": "+", "metavar": metavar, "help": text, **more}
+
+
+_OWN_MODELS: dict[str, dict[str, Any]] = {
+    "--base": _many("MODEL", "draws of p(theta | D); several are an ensemble"),
+    "--updated": _many("MODEL", "draws of p(theta | D, F); as many as --base: paired with them"),
+    "--data": {"metavar": "SOURCE", "help": "whose samples are mixed"},
+    "--split": {"metavar": "{train,val,test}", "help": "of the data (default: train)"},
+    "--rows": {"type": int, "metavar": "N", "help": "mixes to draw (default: one per sample)"},
+    "--alpha": {"type": float, "metavar": "A", "help": "lambda ~ Beta(A, A) (default: 1)"},
+    "--seed": {"type": int, "metavar": "S", "help": "of the drawn mixes (default: 0)"},
+    "--mixes": {
+        "metavar": "FILE",
+        "help": ".csv or .parquet with i, j, lam instead; i and j are sample ids, as in the scores",
+    },
+    "--batches": _many(
+        "FILE", ".npz or .safetensors with x, y_a, y_b, lam instead: mixes as the models see them"
+    ),
+    "--mean": _many("X", "of pixels in [0, 1]; one or per channel (default: of train)", type=float),
+    "--std": _many("X", "as --mean: models see (pixel - mean) / std", type=float),
+    "--chunk": {"type": int, "metavar": "N", "help": "mixes at a time (default: 256)"},
+    "--device": {"metavar": "X", "help": "auto, cpu, cuda, mps (default: auto)"},
+    "--precision": {"metavar": "{fp32,bf16}", "help": "of forward passes (default: fp32)"},
+    "--threads": {"type": int, "metavar": "N", "help": "of torch (default: as torch has it)"},
+}
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser, words: list[str]) -> None:
@@ -187,6 +261,7 @@ _ADD_ARGUMENTS = {
     "datasets": _add_datasets_arguments,
     "list": _add_list_arguments,
     "report": _add_report_arguments,
+    "score": _add_score_arguments,
     "top": _add_top_arguments,
 }
 
@@ -233,11 +308,11 @@ def _take_settings(words: list[str]) -> tuple[list[str], dict[str, Any]]:
         value = value if equals else next(rest, "")
         if not value or value.startswith("--"):
             raise UserError(f"{key}: needs a value, as in --{key} VALUE")
-        settings[key] = _value(value)
+        settings[key] = value_of(value)
     return others, settings
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     try:
         return parse_yaml(text)
     except yaml.YAMLError:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel
 
 from mixval import choose
-from mixval.arguments import BENCH_SUITES, parse
+from mixval.arguments import BENCH_SUITES, parse, run_recipe, scores_own_models, value_of
 from mixval.dataset_facts import data_root, describe
 from mixval.errors import Interrupted, UserError, exit_state
 from mixval.recipe import Arm, Choice, Panel, Teacher
@@ -104,6 +104,55 @@ def _run(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     )
 
 
+def _score(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
+    if scores_own_models(arguments.words):
+        _score_own_models(arguments, overrides)
+        return
+    recorded = run_recipe(arguments.recipe)
+    if recorded is not None:
+        arguments.out = arguments.out or arguments.recipe
+        arguments.recipe = recorded
+    _run(arguments, overrides)
+
+
+def _score_own_models(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
+    given = {key: value for key, value in vars(arguments).items() if value is not None}
+    _check_own_models(given, overrides)
+    names = ["split", "rows", "alpha", "seed", "mixes", "batches", "mean", "std"]
+    names += ["chunk", "device", "precision", "threads"]
+    from mixval.offline import score_mixes
+
+    scores = score_mixes(
+        given["base"],
+        given["updated"],
+        value_of(given["data"]) if "data" in given else None,
+        out=given["out"],
+        command=shlex.join(["mixval", *arguments.words]),
+        progress=not arguments.quiet,
+        **{name: given[name] for name in names if name in given},
+    )
+    if not arguments.quiet and os.environ.get("RANK", "0") == "0":
+        print(f"scores: {scores.folder} ({scores.rows:,} mixes)")
+        print(f"share r_hat <= 0: {scores.share:.1%}")
+        print(f"next: {shlex.join(['mixval', 'top', str(scores.folder)])}")
+
+
+def _check_own_models(given: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """Refuse what does not go together, before torch is loaded."""
+    if overrides:
+        raise UserError(f"--{next(iter(overrides))}: is a recipe's; it does not go with --base")
+    for name in ("base", "updated", "out"):
+        if name not in given:
+            raise UserError(f"--{name}: must be given to score your own models")
+    of_drawn, of_data = ["rows", "alpha", "seed"], ["data", "split", "mean", "std"]
+    for kind, useless in (("mixes", of_drawn), ("batches", ["mixes", *of_drawn, *of_data])):
+        for name in useless:
+            if kind in given and name in given:
+                raise UserError(f"--{name}: does not go with --{kind}; leave one of them out")
+    if "batches" not in given and "data" not in given:
+        raise UserError("--data: must be given, such as fashion_mnist; or give --batches")
+
+
 def _say(text: str) -> None:
     print(text, flush=True)
 
@@ -122,11 +171,12 @@ def _top(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     if arguments.rows < 1:
         raise UserError(f"--rows: must be at least 1, got {arguments.rows}")
     from mixval.job import find_scores
+    from mixval.score_folder import class_names
     from mixval.top import top
 
     chosen = {key: getattr(arguments, key) for key in ("panel", "seed", "teacher")}
     table, classes = find_scores(Path(arguments.scores), **chosen)
-    print(top(table, classes, arguments.rows))
+    print(top(table, classes or class_names(Path(arguments.scores)), arguments.rows))
 
 
 def _list(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
@@ -182,4 +232,11 @@ def _datasets(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     print("Your own: image_folder, npz, and any torch Dataset by mixval.from_dataset.")
 
 
-COMMANDS = {"bench": _bench, "datasets": _datasets, "list": _list, "report": _report, "top": _top}
+COMMANDS = {
+    "bench": _bench,
+    "datasets": _datasets,
+    "list": _list,
+    "report": _report,
+    "score": _score,
+    "top": _top,
+}

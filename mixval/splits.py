@@ -48,7 +48,7 @@ def load_splits(
     if corrupt is not None:
         noisy = corrupt(noisy, len(source.classes), generator(seed, "corruption"))
     flipped = noisy.labels != parts["train"].labels  # not what flip_labels says: it may be undone
-    mean, std = _pixel_statistics(noisy)
+    mean, std = pixel_statistics(noisy)
     return Splits(
         train=noisy,
         val_f=parts["val_f"],
@@ -116,7 +116,7 @@ def _take_stratified(rng: np.random.Generator, part: Part, count: int) -> tuple[
     return part.take(np.sort(chosen)), part.take(left)
 
 
-def _pixel_statistics(part: Part) -> tuple[Tensor, Tensor]:
+def pixel_statistics(part: Part) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel, over evenly spaced images."""
     enough = max(200, _MEASURED_VALUES // math.prod(part.images.shape[1:]))
     count = min(len(part), _MEASURED, enough)

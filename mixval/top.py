@@ -28,7 +28,10 @@ def top(table: ScoreTable, classes: Sequence[str] = (), count: int = 10) -> str:
         ("class pairs", pairs, table.r_hat, names.of_pair),
         ("parents", parents, twice, lambda parent: str(parent[0])),
     ):
-        found, means, sizes, kept = _grouped(keys, values)
+        known = (keys >= 0).all(1)  # of mixes that came made, nobody knows the parents
+        if not known.any():
+            continue
+        found, means, sizes, kept = _grouped(keys[known], values[known])
         for title, order in _both_ends(means, count):
             rows: Rows = [(kind[:-1], "mean r_hat", "kept", "mixes")]
             rows += [

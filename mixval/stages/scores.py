@@ -7,10 +7,9 @@ import torch
 
 from mixval import choose
 from mixval.fingerprints import fingerprint
-from mixval.mixing import draw_plan
 from mixval.rhat import Scorer
 from mixval.score_store import ScoreWriter
-from mixval.scoring import score_plans
+from mixval.scoring import drawn_plans, score_plans
 from mixval.stages.cell import Cell
 from mixval.store import Artifact, Store
 from mixval.types import Ints, Loss, MixPlan, Pair, ScoreTable
@@ -71,18 +70,15 @@ def score_probe(cell: Cell, pair: Pair, epoch: int = 0) -> Iterator[ScoreTable]:
 
 
 def probe_plans(cell: Cell, folds: Ints | None) -> Iterator[MixPlan]:
-    """Yield the fixed mixes that are scored again and again: as many epochs as the rows need."""
-    settings, samples = cell.recipe.scores, len(cell.splits.train)
-    for epoch in range(-(-settings.rows // samples)):
-        plan = draw_plan(
-            seed=cell.seed,
-            epoch=epoch,
-            alpha=settings.alpha,
-            num_samples=samples,
-            folds=folds,
-            stream="probe",
-        )
-        yield plan.keep(slice(settings.rows - epoch * samples))
+    """Return the fixed mixes that are scored again and again."""
+    settings = cell.recipe.scores
+    return drawn_plans(
+        settings.rows,
+        seed=cell.seed,
+        alpha=settings.alpha,
+        num_samples=len(cell.splits.train),
+        folds=folds,
+    )
 
 
 def probe_provenance(cell: Cell, pair: Pair) -> dict[str, str]:
