@@ -171,7 +171,7 @@ def _top(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     if arguments.rows < 1:
         raise UserError(f"--rows: must be at least 1, got {arguments.rows}")
     from mixval.job import find_scores
-    from mixval.score_folder import class_names
+    from mixval.offline.folder import class_names
     from mixval.top import top
 
     chosen = {key: getattr(arguments, key) for key in ("panel", "seed", "teacher")}

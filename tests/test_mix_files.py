@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from mixval.errors import UserError
-from mixval.mix_files import BatchFiles, read_table
+from mixval.offline.files import BatchFiles, read_table
 from mixval.types import MixPlan, Part
 
 IDS = torch.tensor([7, 3, 100, 40, 41])

@@ -20,8 +20,8 @@ import mixval.score_store
 from mixval import MixPlan, read_scores, score_mixes
 from mixval.cli import main
 from mixval.errors import UserError
-from mixval.mix_sources import Layout
 from mixval.mixing import draw_plan
+from mixval.offline.sources import Layout
 from mixval.types import ScoreTable
 
 SHAPE, CLASSES = (1, 6, 6), 3

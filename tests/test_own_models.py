@@ -9,7 +9,7 @@ from torch import nn
 
 from mixval.errors import UserError
 from mixval.models import mlp
-from mixval.own_models import load_models, network_fingerprint
+from mixval.offline.models import load_models, network_fingerprint
 
 SHAPE = (1, 8, 8)
 MLP = "{name: mlp, hidden: [6]}"

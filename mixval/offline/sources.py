@@ -13,8 +13,8 @@ from torch import Tensor
 from mixval import choose
 from mixval.errors import UserError
 from mixval.fingerprints import fingerprint
-from mixval.mix_files import BatchFiles, read_table
 from mixval.mixing import RowMaker
+from mixval.offline.files import BatchFiles, read_table
 from mixval.own_dataset import from_dataset
 from mixval.recipe import Choice, option_of
 from mixval.recipe_errors import one_line

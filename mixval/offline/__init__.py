@@ -18,15 +18,15 @@ from mixval.environment import environment
 from mixval.errors import Interrupted, UserError
 from mixval.fingerprints import fingerprint
 from mixval.losses import cross_entropy
-from mixval.mix_files import BatchFiles
-from mixval.mix_sources import Layout, Made, Mixes, Numbers, plan_mixes
-from mixval.own_models import CheckedModel, Model, OwnModel, load_models
+from mixval.offline.files import BatchFiles
+from mixval.offline.folder import ScoreFolder
+from mixval.offline.models import CheckedModel, Model, OwnModel, load_models
+from mixval.offline.sources import Layout, Made, Mixes, Numbers, plan_mixes
 from mixval.posteriors import ensemble
 from mixval.processes import Processes
 from mixval.recipe import EngineSettings
 from mixval.recipe_errors import one_line
 from mixval.rhat import Scorer
-from mixval.score_folder import ScoreFolder
 from mixval.score_store import ScoreWriter
 from mixval.types import MixPlan, Posterior
 

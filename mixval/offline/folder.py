@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from mixval.errors import UserError
 from mixval.files import write_atomically
-from mixval.mix_sources import Layout
+from mixval.offline.sources import Layout
 from mixval.score_store import read_scores
 from mixval.store import Store
 
