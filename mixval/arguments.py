@@ -315,7 +315,9 @@ def _take_settings(words: list[str]) -> tuple[list[str], dict[str, Any]]:
 def value_of(text: str) -> Any:
     try:
         return parse_yaml(text)
-    except yaml.YAMLError:
+    except yaml.YAMLError as error:
+        if text.startswith(("{", "[")):
+            raise UserError(f"{text!r}: is not readable as YAML; look at its brackets") from error
         return text
 
 

@@ -83,7 +83,7 @@ def verdict(
         sentence += "; selecting by λ is not ruled out, no control within λ-deciles was run"
     sentence += f"; n = {accuracy.n})"
     if same_labels and same_labels["accuracy"].n > 1:
-        finding = _labels_finding(same_labels["accuracy"])
+        finding = _labels_finding(same_labels)
         named = f" {same_labels_arm}" if same_labels_arm else ""
         sentence += f"; {finding}{named} ({_shown(same_labels)})"
     return sentence + "."
@@ -97,12 +97,16 @@ def _finding(differences: Mapping[str, Interval]) -> str:
     return f"{found[accuracy]} in accuracy, NLL {'worse' if nll > 0 else 'better'}"
 
 
-def _labels_finding(accuracy: Interval) -> str:
-    return {
-        1: "it beat using the labels its teacher saw directly:",
-        -1: "using the labels its teacher saw directly did better:",
-        0: "no difference shown to using the labels its teacher saw directly:",
-    }[accuracy.sign]
+def _labels_finding(differences: Mapping[str, Interval]) -> str:
+    accuracy, nll = differences["accuracy"].sign, differences["nll"].sign
+    found = {
+        1: "it beat using the labels its teacher saw directly",
+        -1: "using the labels its teacher saw directly did better",
+        0: "no difference shown to using the labels its teacher saw directly",
+    }[accuracy]
+    if nll == 0 or accuracy == -nll:
+        return f"{found}:"
+    return f"{found} in accuracy, its NLL is {'worse' if nll > 0 else 'better'}:"
 
 
 def _shown(differences: Mapping[str, Interval]) -> str:

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mixval.datasets.checks import checked, count_classes
+from mixval.datasets.checks import COLOURS, checked, count_classes
 from mixval.datasets.decoding import to_tensor
 from mixval.errors import UserError
 from mixval.fingerprints import array_fingerprint, fingerprint
@@ -45,22 +45,34 @@ class DatasetImages:
 
     def __init__(self, dataset: Any, where: str) -> None:
         self.dataset, self.where = dataset, where
-        channels, height, width = _pixels(dataset[0][0], f"{where}, item 0").shape
+        channels, height, width = _pixels(_item(dataset, 0, where)[0], f"{where}, item 0").shape
+        if channels not in COLOURS and width in COLOURS:
+            raise UserError(
+                f"{where}: images must be (C, H, W), got {(channels, height, width)}, which looks "
+                "like (H, W, C); permute(2, 0, 1) in its transform"
+            )
         self.image_shape = (channels, height, width)
         self.content = ""
 
     def __call__(self, place: int) -> Tensor:
-        image = _pixels(self.dataset[place][0], f"{self.where}, item {place}")
+        image = _pixels(_item(self.dataset, place, self.where)[0], f"{self.where}, item {place}")
         if image.shape != self.image_shape:
             raise UserError(
                 f"{self.where}, item {place}: is {tuple(image.shape)}, item 0 {self.image_shape}; "
-                "resize and crop in its transform"
+                "make all of one size and number of channels in its transform"
             )
         return image
 
 
 def _part(dataset: Any, where: str, first_id: int) -> Part:
-    if not len(dataset):
+    try:
+        count = len(dataset)
+    except TypeError as error:
+        raise UserError(
+            f"{where}: must have a length and items by number, as map-style Datasets do; "
+            "make a list of what it iterates over"
+        ) from error
+    if not count:
         raise UserError(f"{where}: has no item")
     images = DatasetImages(dataset, where)
     sampled = np.linspace(0, len(dataset) - 1, min(len(dataset), _SAMPLED)).astype(np.int64)
@@ -83,20 +95,29 @@ def _labels(dataset: Any, sampled: list[int], where: str) -> Tensor:
         if known.shape == (len(dataset),) and known.dtype.kind in "iu":
             labels = torch.from_numpy(known.astype(np.int64))
             # A target_transform or a subset changes what the items say.
-            if all(int(labels[place]) == _label(dataset[place], where) for place in sampled):
+            if all(int(labels[place]) == _item(dataset, place, where)[1] for place in sampled):
                 return labels
-    return torch.tensor([_label(dataset[place], where) for place in range(len(dataset))])
+    return torch.tensor([_item(dataset, place, where)[1] for place in range(len(dataset))])
 
 
-def _label(item: Any, where: str) -> int:
+def _item(dataset: Any, place: int, where: str) -> tuple[Any, int]:
+    """Return the image and the label of an item; say which one is not such a pair."""
     try:
-        _, label = item
+        item = dataset[place]
+    except Exception as error:  # whatever the user's code raises
+        raise UserError(f"{where}, item {place}: {type(error).__name__}: {error}") from error
+    try:
+        image, label = item
         number = int(label)
         if number != label:
             raise ValueError
     except (TypeError, ValueError) as error:
-        raise UserError(f"{where}: items must be (image, whole number)") from error
-    return number
+        kinds = f"({', '.join(type(x).__name__ for x in item)})" if isinstance(item, tuple) else ""
+        found = kinds or type(item).__name__
+        raise UserError(
+            f"{where}, item {place}: must be (image, whole number), got {found}"
+        ) from error
+    return image, number
 
 
 def _pixels(image: Any, where: str) -> Tensor:

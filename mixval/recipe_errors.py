@@ -11,7 +11,8 @@ from mixval import choose
 
 def one_line(error: ValidationError, model: type[BaseModel]) -> str:
     """Return the first mistake as `field: rule, got value`; for an unknown key the nearest."""
-    errors = error.errors()
+    # An unknown key first: it may be the one that is missed elsewhere.
+    errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     first, path = errors[0], _path(errors[0])
     place = ".".join(path)
     if first["type"] == "extra_forbidden":
@@ -22,8 +23,19 @@ def one_line(error: ValidationError, model: type[BaseModel]) -> str:
     cause = first.get("ctx", {}).get("error")
     if cause is not None:
         return f"{place}: {cause}" if place else str(cause)
-    rules = [e["msg"].removeprefix("Input should be ") for e in errors if _path(e) == path]
+    rules = [_rule(e) for e in errors if _path(e) == path]
     return f"{place}: must be {', or '.join(rules)}, got {first['input']!r}{_near(errors)}"
+
+
+def _rule(error: Any) -> str:
+    """Return what a value must be, in words that go on from `must be`."""
+    if error["type"] == "string_pattern_mismatch":
+        return f"text like {error['ctx']['pattern']}"
+    if error["type"] == "too_short":
+        return f"a list of at least {error['ctx']['min_length']}"
+    if error["type"] == "model_type":
+        return "a mapping of its keys"
+    return str(error["msg"]).removeprefix("Input should be ")
 
 
 def _path(error: Any) -> list[str]:

@@ -95,7 +95,7 @@ class Results:
         best = max(rows, key=lambda row: row.accuracy.mean)
         mean, width = 100 * best.accuracy.mean, 100 * best.accuracy.half_width
         shown = f"{best.title.strip()} ({mean:.2f} ± {width:.2f})"
-        return f"Highest mean accuracy of the arms that know D only: {shown}."
+        return f"Highest mean accuracy of the arms that know D only, controls aside: {shown}."
 
     def _verdict(self, panel: str, name: str) -> str:
         controls: dict[bool, dict[str, Interval]] = {False: {}, True: {}}

@@ -189,6 +189,12 @@ def test_the_same_labels_used_directly_are_named(accuracy, said):
     assert "all on D and F" in sentence
 
 
+def test_the_nll_against_the_same_labels_is_said_where_it_differs():
+    mixed = {**difference(NOTHING), "nll": Interval(0.03, 0.01, 5)}
+    sentence = verdict("guided", difference(GAIN), {}, mixed)
+    assert "no difference shown" in sentence and "in accuracy, its NLL is worse" in sentence
+
+
 def test_no_difference_to_the_same_labels_is_not_called_equality():
     # An interval around zero shows no difference; that both are equal it does not show.
     wide = {

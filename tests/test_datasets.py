@@ -276,8 +276,9 @@ BAD_ARRAYS = {
     "negative label": ({"labels": np.arange(90) - 1}, "labels must be >= 0, got -1"),
     "nothing": (
         {"images": np.zeros((0, 5, 6), np.uint8), "labels": np.zeros(0, np.int64)},
-        "labels must be integers",
+        "at least 1 image",
     ),
+    "channels first": ({"images": np.zeros((90, 3, 5, 6), np.uint8)}, "transpose(0, 2, 3, 1)"),
     "unknown class in test": (
         {"images_test": np.zeros((4, 5, 6), np.uint8), "labels_test": np.arange(4)},
         "among the 3 classes",

@@ -1,7 +1,9 @@
 """Images that are decoded when asked for train as those in memory do, bit for bit."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -294,3 +296,16 @@ def test_a_damaged_file_is_one_line_from_a_loader_too(splits, loaders):
     plans = [plan.keep(slice(at, at + 20)) for at in (0, 20, 40)]
     with pytest.raises(UserError, match=r"^pets/cat/7.jpg: damaged[^\n]*again$"):
         list(feed(maker, plans, None))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch spawns loaders in any case")
+def test_loaders_are_forked_also_where_processes_are_spawned(monkeypatch):
+    # Spawned, each loads all libraries anew, at every epoch; a run's workers are spawned.
+    from mixval import feeding
+
+    monkeypatch.setattr("torch.multiprocessing.get_start_method", lambda *_: "spawn")
+    maker = SimpleNamespace(loaders=2, mean=torch.zeros(1))
+    reader = feeding._reader(maker, None, [np.arange(3)])
+    assert reader.multiprocessing_context.get_start_method() == "fork"
+    assert reader.num_workers == 1
+    assert feeding._reader(SimpleNamespace(loaders=0, mean=torch.zeros(1)), None, []) is not None

@@ -428,6 +428,7 @@ BAD_FOLDERS = {
     "one class": ({"cat": 3}, "one class only"),
     "no class": ({}, "no class"),
     "empty class": ({"cat": 3, "dog": 0}, "class dog has no image"),
+    "a split by another name": ({"train/a": 2, "train/b": 2, "valid/a": 1}, "valid/; rename it"),
     "unknown class in test": ({"train/a": 2, "train/b": 2, "test/c": 1}, "test/c/0.png"),
     "empty test": ({"train/a": 2, "train/b": 2, "test/a": 0}, "test split has no image"),
 }

@@ -112,8 +112,15 @@ BAD = {
     "gap": (lambda: Pets(labels=[0, 2] * 15), "class 1 has no image"),
     "one class": (lambda: Pets(labels=[0] * 30), "one class only"),
     "negative": (lambda: Pets(labels=[-1, 0, 1] * 10), ">= 0, got -1"),
-    "words": (lambda: Pets(labels=["cat"] * 30), "items must be (image, whole number)"),
-    "alone": (lambda: [torch.zeros(3, 4, 4, dtype=torch.uint8)] * 4, "an image must be"),
+    "words": (lambda: Pets(labels=["cat"] * 30), "item 0: must be (image, whole number), got"),
+    "alone": (
+        lambda: [torch.zeros(3, 4, 4, dtype=torch.uint8)] * 4,
+        "must be (image, whole number), got Tensor",
+    ),
+    "dictionaries": (lambda: [{"image": 0, "label": 1}] * 4, "got dict"),
+    "iterable": (lambda: iter(Pets()), "map-style"),
+    "raises": (lambda: Subset(Pets(), [0, 99]), "item 1: IndexError"),
+    "colours last": (lambda: [(torch.zeros(6, 5, 3, dtype=torch.uint8), 0)], "permute(2, 0, 1)"),
 }
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mixval.datasets.checks import checked, count_classes
+from mixval.datasets.checks import COLOURS, checked, count_classes
 from mixval.errors import UserError
 from mixval.types import Part, Source
 
@@ -52,7 +52,14 @@ def _part(images: np.ndarray, labels: np.ndarray, first_id: int, path: str) -> P
         raise UserError(
             f"{path}: images must be uint8 (N, H, W[, C]), got {images.dtype} {images.shape}"
         )
-    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or not len(labels):
+    if images.ndim == 4 and images.shape[3] not in COLOURS and images.shape[1] in COLOURS:
+        raise UserError(
+            f"{path}: images must be (N, H, W[, C]), got {images.shape}, which looks like "
+            "(N, C, H, W); save images.transpose(0, 2, 3, 1)"
+        )
+    if not len(images):
+        raise UserError(f"{path}: must hold at least 1 image, got none")
+    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
         raise UserError(
             f"{path}: labels must be integers ({len(images)},), got {labels.dtype} {labels.shape}"
         )

@@ -11,6 +11,8 @@ from mixval.datasets.finding import damaged
 from mixval.errors import UserError
 from mixval.types import Part, Source
 
+COLOURS = (1, 3, 4)  # how many channels pictures have; others may be anything
+
 
 def parts_of(source: Source) -> dict[str, Part]:
     every = {"train": source.train, "val": source.val, "test": source.test}

@@ -76,7 +76,14 @@ def _split_folders(folder: Path) -> list[str]:
     """Return train, val and test where the folder has them; [""] if it is one of classes."""
     if not (folder / "train").is_dir() or not _class_folders(folder / "train"):
         return [""]
-    return [name for name in ("train", "val", "test") if (folder / name).is_dir()]
+    known = ("train", "val", "test")
+    others = [name for name in _class_folders(folder) if name not in known]
+    if others:
+        raise UserError(
+            f"{folder}: has train/, so it may have val/ and test/ besides, but not "
+            f"{others[0]}/; rename it, or take it out"
+        )
+    return [name for name in known if (folder / name).is_dir()]
 
 
 def _class_folders(folder: Path) -> list[str]:
