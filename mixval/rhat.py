@@ -30,7 +30,12 @@ class Scored:
     r_hat: Tensor  # (B,)
     std_error: Tensor  # (B,) of r_hat over draws; NaN if both posteriors are points
     draws: int  # that the standard error rests on
-    soft_labels: Tensor | None = None  # (B, K) what p(theta | D, F) predicts, where asked
+    log_probs: Tensor | None = None  # (S, B, K) under p(theta | D, F); None where a bank spoke
+
+    @property
+    def soft_labels(self) -> Tensor | None:
+        """Return what p(theta | D, F) predicts, (B, K)."""
+        return None if self.log_probs is None else self.log_probs.exp().mean(0)
 
 
 def draw_losses(log_probs: Tensor, targets: Tensor, loss: Loss) -> Tensor:
@@ -119,4 +124,4 @@ class Scorer:
             return score(known[None], base_losses)
         log_probs = self.updated(inputs, fold)
         losses = draw_losses(log_probs, targets, self.loss)
-        return replace(score(losses, base_losses), soft_labels=log_probs.exp().mean(0))
+        return replace(score(losses, base_losses), log_probs=log_probs)

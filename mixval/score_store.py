@@ -59,6 +59,8 @@ class ScoreWriter:
             name: np.concatenate([getattr(table, name) for table in self.held])
             for name in ScoreTable.columns()
         }
+        for name in self.held[0].beside:
+            columns[name] = np.concatenate([table.beside[name] for table in self.held])
         described = {_PROVENANCE: json.dumps(self.provenance, sort_keys=True).encode()}
         table = pa.table(columns).replace_schema_metadata(described)
         if self.file is None:
@@ -108,9 +110,11 @@ def read_scores(path: Path | str) -> ScoreTable:
         table = pq.read_table(path, page_checksum_verification=True)
         provenance = json.loads((table.schema.metadata or {})[_PROVENANCE])
         columns = {name: np.asarray(table[name]) for name in ScoreTable.columns()}
+        others = [name for name in table.column_names if name not in columns]
+        beside = {name: np.asarray(table[name]) for name in others}
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise UserError(f"{path}: not a readable table of scores ({error})") from error
-    return ScoreTable(**columns, provenance=provenance)
+    return ScoreTable(**columns, provenance=provenance, beside=beside)
 
 
 def _join(folder: Path, tables: list[ScoreTable]) -> ScoreTable:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from mixval.feeding import feed
+from mixval.feeding import feed, feed_inputs
 from mixval.mixing import RowMaker, draw_plan, mixed_targets
 from mixval.processes import ALONE, Processes
 from mixval.rhat import Scored, Scorer, probability_negative
+from mixval.sample_scores import el2n, entropy, margin
 from mixval.types import Column, Ints, MixPlan, Posterior, ScoreTable
 
 _READ_AHEAD = 256  # chunks that loaders may be given at once
@@ -47,14 +49,16 @@ def score_plans(
     chunk: int,
     epoch: int = 0,
     processes: Processes = ALONE,
+    sample_el2n: Tensor | None = None,
 ) -> Iterator[ScoreTable]:
     """Yield the scores of all rows of the plans: those chunks of them that are this process's turn.
 
-    `epoch` is that of the network behind `base`, for the table.
+    `epoch` is that of the network behind `base`, for the table. With `sample_el2n` (N,), of
+    the samples themselves, the table holds what stands beside r_hat, too.
     """
     numbered = ((number * chunk, rows) for number, rows in pieces(plans, chunk))
     own = itertools.islice(numbered, processes.rank, None, processes.world)
-    yield from score_chunks(maker, own, scorer, base, epoch=epoch)
+    yield from score_chunks(maker, own, scorer, base, epoch=epoch, sample_el2n=sample_el2n)
 
 
 def score_chunks(
@@ -64,6 +68,7 @@ def score_chunks(
     base: Posterior,
     *,
     epoch: int = 0,
+    sample_el2n: Tensor | None = None,
 ) -> Iterator[ScoreTable]:
     """Yield the scores of each chunk, which comes with the place of its first row among all."""
     # Rows at lambda = 1 are still scored as mixes: of a sample with nothing.
@@ -73,10 +78,43 @@ def score_chunks(
         ids, labels = maker.part.ids.numpy(), maker.part.labels.cpu().numpy()
         for (start, rows), batch in zip(group, batches, strict=True):
             assert batch.mixed is not None and batch.mixed_targets is not None
-            scored = scorer(batch.mixed, batch.mixed_targets, base(batch.mixed), batch.fold)
+            given_d = base(batch.mixed)
+            scored = scorer(batch.mixed, batch.mixed_targets, given_d, batch.fold)
             of = {"i": ids[rows.first], "j": ids[rows.second], "lam": rows.lam}
             of |= {"label_i": labels[rows.first], "label_j": labels[rows.second]}
-            yield _table(scored, start, epoch, of)
+            table = _table(scored, start, epoch, of)
+            if sample_el2n is not None:
+                assert scored.log_probs is not None
+                parents = sample_el2n[rows.first], sample_el2n[rows.second]
+                known = _beside(given_d, scored.log_probs, batch.mixed_targets, *parents)
+                table = replace(table, beside=known)
+            yield table
+
+
+def _beside(
+    given_d: Tensor, given_f: Tensor, targets: Tensor, el2n_i: Tensor, el2n_j: Tensor
+) -> dict[str, Column]:
+    """Return the columns beside r_hat; the loss is `base` and RHO-LOSS is -r_hat already."""
+    columns = {
+        "margin": margin(given_d, targets),
+        "entropy": entropy(given_d),
+        "teacher_entropy": entropy(given_f),
+        "el2n": el2n(given_d, targets),
+        "el2n_i": el2n_i,
+        "el2n_j": el2n_j,
+    }
+    return {name: column.cpu().numpy() for name, column in columns.items()}
+
+
+def el2n_of_samples(maker: RowMaker, base: Posterior, chunk: int) -> Tensor:
+    """Return EL2N of every sample of the maker's part, unmixed, (N,)."""
+    labels = maker.part.labels
+    chunks = torch.split(torch.arange(len(labels), device=labels.device), chunk)
+    errors = []
+    for positions, inputs in zip(chunks, feed_inputs(maker, chunks), strict=True):
+        targets = F.one_hot(labels[positions], maker.num_classes).to(inputs.dtype)
+        errors.append(el2n(base(inputs), targets))
+    return torch.cat(errors)
 
 
 def score_made(

@@ -294,13 +294,15 @@ class ScoreTable:
     p_negative: Column  # P(mean r_hat <= 0) by those draws; NaN for a single one
     kept: Column  # the weight the row had in training; NaN where it did not train
     provenance: dict[str, str] = field(default_factory=dict)
+    # Other scores of the same rows, by name; empty where none were asked for.
+    beside: dict[str, Column] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.row)
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        return tuple(f.name for f in fields(ScoreTable) if f.name != "provenance")
+        return tuple(f.name for f in fields(ScoreTable) if f.name not in ("provenance", "beside"))
 
     @staticmethod
     def join(tables: Iterable["ScoreTable"]) -> "ScoreTable":
@@ -312,4 +314,8 @@ class ScoreTable:
         }
         order = np.lexsort((merged["row"], merged["epoch"]))
         ordered = {name: column[order] for name, column in merged.items()}
-        return ScoreTable(**ordered, provenance=tables[0].provenance)
+        beside = {
+            name: np.concatenate([table.beside[name] for table in tables])[order]
+            for name in tables[0].beside
+        }
+        return ScoreTable(**ordered, provenance=tables[0].provenance, beside=beside)

@@ -282,3 +282,45 @@ def _plain(splits):
     torch.manual_seed(0)
     size = splits.train.images[0].numel()
     return [torch.nn.Flatten(), torch.nn.Linear(size, splits.num_classes)]
+
+
+def test_what_stands_beside_r_hat_is_that_of_the_same_rows(tiny_recipe, engine, tmp_path):
+    # By a loop over rows, from the networks themselves; through the file and back.
+    cells = CellRun(
+        Cell(tiny_recipe({"scores.rows": 70, "scores.chunk": 30}), "main", 0, engine),
+        Store(tmp_path),
+    )
+    base, teachers = cells.base(), cells.teacher("failures")
+    artifact = Artifact(tmp_path / "scores", {}, "scores")
+    write_probe(cells.cell, artifact, teachers.against(base.model, "base"))
+    table = read_scores(tmp_path / "scores")
+    train = cells.cell.splits.train
+    maker = cells.cell.rows(train)
+    place = {int(key): at for at, key in enumerate(train.ids)}
+    for row in (0, 1, 29, 30, 69):
+        i, j = place[int(table.i[row])], place[int(table.j[row])]
+        pair = maker.inputs(torch.tensor([i, j]))
+        lam = float(table.lam[row])
+        mixed = (lam * pair[0] + (1 - lam) * pair[1])[None]
+        wanted = np.zeros(10)
+        wanted[int(train.labels[i])] += lam
+        wanted[int(train.labels[j])] += 1 - lam
+        own, other = (
+            torch.softmax(network(mixed), 1)[0].detach().double().numpy()
+            for network in (base.model, teachers.networks[0].model)
+        )
+        labelled = int(wanted.argmax())
+        rivals = np.delete(own, labelled)
+        clean = torch.softmax(base.model(pair), 1).detach().double().numpy()
+        hard = np.eye(10)[[int(train.labels[i]), int(train.labels[j])]]
+        expected = {
+            "margin": np.log(own[labelled]) - np.log(rivals.max()),
+            "entropy": -(own * np.log(own)).sum(),
+            "teacher_entropy": -(other * np.log(other)).sum(),
+            "el2n": np.linalg.norm(own - wanted),
+            "el2n_i": np.linalg.norm(clean[0] - hard[0]),
+            "el2n_j": np.linalg.norm(clean[1] - hard[1]),
+        }
+        assert set(table.beside) == set(expected)
+        for name, value in expected.items():
+            assert table.beside[name][row] == pytest.approx(value, abs=2e-5), name

@@ -21,7 +21,7 @@ from mixval.training_job import Watch
 from mixval.types import FailureSet, Ints, Part, Splits
 
 log = logging.getLogger(__name__)
-FORMAT = 2  # of what stages write; raise it when older artifacts must not be used again
+FORMAT = 3  # of what stages write; raise it when older artifacts must not be used again
 
 
 @dataclass(frozen=True)

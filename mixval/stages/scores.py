@@ -9,7 +9,7 @@ from mixval import choose
 from mixval.fingerprints import fingerprint
 from mixval.rhat import Scorer
 from mixval.score_store import ScoreWriter
-from mixval.scoring import drawn_plans, score_plans
+from mixval.scoring import drawn_plans, el2n_of_samples, score_plans
 from mixval.stages.cell import Cell
 from mixval.store import Artifact, Store
 from mixval.types import Ints, Loss, MixPlan, Pair, ScoreTable
@@ -58,14 +58,16 @@ def score_probe(cell: Cell, pair: Pair, epoch: int = 0) -> Iterator[ScoreTable]:
     """Yield this process's part of the scores of the probe plan, chunk by chunk."""
     settings = cell.recipe.scores
     loss: Loss = choose.pick("losses", settings.loss.name, settings.loss.parameters)
+    maker = cell.probe_rows(pair.folds)
     return score_plans(
-        cell.probe_rows(pair.folds),
+        maker,
         probe_plans(cell, pair.folds),
         Scorer(pair.updated, loss),
         pair.base,
         chunk=settings.chunk,
         epoch=epoch,
         processes=cell.engine.processes,
+        sample_el2n=el2n_of_samples(maker, pair.base, settings.chunk),
     )
 
 
