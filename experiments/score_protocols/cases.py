@@ -46,8 +46,8 @@ SETTINGS = {
         train=600,
         pool=500,
         hidden=(100, 50),
-        steps=1000,
-        early=100,
+        steps=600,
+        early=80,
         confused={(1, 7): 0.4, (6, 9): 0.3},
         target=0.93,
     ),
@@ -56,8 +56,8 @@ SETTINGS = {
         train=2000,
         pool=1000,
         hidden=(300, 100),
-        steps=1000,
-        early=200,
+        steps=800,
+        early=160,
         confused={(0, 6): 0.4, (7, 9): 0.3},
         target=0.80,
     ),
@@ -76,6 +76,7 @@ class Case:
     pool: tuple[Tensor, Tensor]  # inputs (M, ...), labels (M,)
     test: tuple[Tensor, Tensor]  # inputs (T, ...), labels (T,)
     num_classes: int
+    alpha: float = 0.0  # of the mixup that all its networks are trained with; 0: none
 
     @property
     def shape(self) -> torch.Size:
@@ -85,7 +86,7 @@ class Case:
         return F.one_hot(labels, self.num_classes).float()
 
 
-def make_case(setting: Setting, seed: int, noise: float) -> Case:
+def make_case(setting: Setting, seed: int, noise: float, alpha: float = 0.0) -> Case:
     """Return the dataset with a share `noise` of the train labels moved to another class."""
     source = load_source(setting.source, {}, "memory")
     sizes = {"train": setting.train, "val_f": setting.pool, "val_dev": 10}
@@ -100,7 +101,7 @@ def make_case(setting: Setting, seed: int, noise: float) -> Case:
     inputs, labels = seen("train")
     flipped = torch.isin(splits.train.ids, splits.flipped)
     pool, test = seen("val_f"), seen("test")
-    return Case(seed, setting, inputs, labels, flipped, pool, test, splits.num_classes)
+    return Case(seed, setting, inputs, labels, flipped, pool, test, splits.num_classes, alpha)
 
 
 def confused(case: Case) -> Case:

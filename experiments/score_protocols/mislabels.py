@@ -13,12 +13,12 @@ from score_protocols.cases import Setting, make_case
 from score_protocols.measures import auroc, found_after
 from score_protocols.scores import Fitted, fit, row_scores, sample_columns
 
-SHARES = tuple(percent / 100 for percent in range(0, 101, 5))
+SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
 
 
-def run(setting: Setting, seed: int, noise: float) -> dict:
+def run(setting: Setting, seed: int, noise: float, alpha: float) -> dict:
     """Return AUROC and what was found after inspecting each of SHARES, by score."""
-    fitted = fit(make_case(setting, seed, noise))
+    fitted = fit(make_case(setting, seed, noise, alpha))
     samples = sample_columns(fitted)
     flipped = fitted.case.flipped.numpy()
     plan = draw_plan(

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mixval import models
+from mixval import mix, models
+from mixval.losses import cross_entropy
+from mixval.mixing import draw_lam
 from mixval.seeding import generator, torch_stream
 from score_protocols.cases import Case
 
@@ -25,17 +27,24 @@ def train(
     """Return a new network after so many steps on inputs (N, ...) and labels (N,).
 
     Steps are counted, not epochs, so that a network which sees fewer samples is trained as
-    long. Initial weights and order depend on the seed and `stream` alone.
+    long. Initial weights and order depend on the seed and `stream` alone. With `case.alpha`
+    it sees mixes only, each row mixed with the next one of its batch.
     """
-    inputs, labels = data
+    inputs, targets = data[0], case.targets(data[1])
     network = new_network(case, stream)
     total = case.setting.steps if steps is None else steps
-    optimiser, schedule = optimiser_of(case, network, total)
-    order = batches(case, len(labels), stream)
+    optimiser = optimiser_of(case, network)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, total)
+    order = batches(case, len(targets), stream)
+    rng = generator(case.seed, f"{stream}/lam")
     for step in range(1, total + 1):
         rows = next(order)
-        loss = F.cross_entropy(network(inputs[rows]), labels[rows])
-        descend(optimiser, schedule, loss)
+        seen, wanted = inputs[rows], targets[rows]
+        if case.alpha:
+            lam = torch.from_numpy(draw_lam(rng, case.alpha, len(rows))).float()
+            seen, wanted = (mix(each, each.roll(1, 0), lam) for each in (seen, wanted))
+        descend(optimiser, cross_entropy(network(seen), wanted).mean())
+        schedule.step()
         if watch is not None:
             watch(step, network)
     return network.eval()
@@ -46,28 +55,17 @@ def new_network(case: Case, stream: str) -> nn.Module:
         return models.mlp(case.shape, case.num_classes, hidden=list(case.setting.hidden))
 
 
-def optimiser_of(
-    case: Case, network: nn.Module, steps: int
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Return SGD with momentum, and a learning rate that falls to 0 as a cosine."""
-    optimiser = torch.optim.SGD(
-        network.parameters(),
-        lr=case.setting.lr,
-        momentum=0.9,
-        weight_decay=case.setting.weight_decay,
+def optimiser_of(case: Case, network: nn.Module) -> torch.optim.Optimizer:
+    setting = case.setting
+    return torch.optim.SGD(
+        network.parameters(), lr=setting.lr, momentum=0.9, weight_decay=setting.weight_decay
     )
-    return optimiser, torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
 
 
-def descend(
-    optimiser: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-    loss: Tensor,
-) -> None:
+def descend(optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
     optimiser.zero_grad()
     loss.backward()
     optimiser.step()
-    schedule.step()
 
 
 def batches(case: Case, count: int, stream: str, size: int | None = None) -> Iterator[Tensor]:
