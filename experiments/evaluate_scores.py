@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from score_protocols import mislabels, removal, repair, steps
+from score_protocols import libraries, mislabels, removal, repair, steps
 from score_protocols.cases import SETTINGS
 
 HERE = Path(__file__).parent
@@ -24,6 +24,7 @@ PROTOCOLS: dict[str, dict[str, Callable[..., dict]]] = {
     "removal": {"10% flipped": removal.run},
     "steps": {"10% flipped": steps.run},
     "repair": {"classes confused": repair.run},
+    "libraries": {"10% flipped": libraries.run},
 }
 
 

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from mixval import updates
 from score_protocols.cases import Case, Setting, confused, make_case
 from score_protocols.networks import accuracy, hits, train
-from score_protocols.scores import Fitted, fine_tuned, fit, joined, sample_columns
+from score_protocols.scores import (
+    NATURAL_GRADIENT_RIDGE,
+    Fitted,
+    fine_tuned,
+    fit,
+    joined,
+    sample_columns,
+)
 
 TREATED = ("r̂ EWC", "flipped")  # whose causes every treatment is tried on
 
@@ -66,7 +73,9 @@ def _treated(fitted: Fitted, causes: np.ndarray) -> dict[str, dict[str, float] |
     case, setting = fitted.case, fitted.case.setting
     rows = torch.from_numpy(causes)
     removed = case.inputs[rows], case.labels[rows]
-    held = {"num_samples": setting.train, "ridge": setting.precision}
+    # With less the network is not held at all: at N x weight decay EWC-deletion diverges.
+    ridge = NATURAL_GRADIENT_RIDGE * setting.precision
+    held = {"num_samples": setting.train, "ridge": ridge}
     ways: dict[str, Callable[[], nn.Module]] = {
         "fine-tuned on D∖C": lambda: fine_tuned(case, fitted.base, _without(case, causes)),
         "trained again on D∖C": lambda: train(case, _without(case, causes), stream="base"),

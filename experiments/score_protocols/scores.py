@@ -111,11 +111,11 @@ def row_scores(
     unseen = fitted.updated["r̂ out-of-fold"](inputs, fold)
     columns = r_hats(fitted, inputs, targets, fold)
     columns |= {
-        "RHO-LOSS": _r_hat(hold_out, base, targets),  # -(reducible loss), with V's network
+        "RHO-LOSS": r_hat(hold_out, base, targets),  # -(reducible loss), with V's network
         "linear influence": _linear_influence(fitted, inputs, targets),
-        "loss": _losses(base, targets),
-        "out-of-fold loss": _losses(unseen, targets),
-        "hold-out loss": _losses(hold_out, targets),
+        "loss": expected_loss(base, targets),
+        "out-of-fold loss": expected_loss(unseen, targets),
+        "hold-out loss": expected_loss(hold_out, targets),
         "margin": -sample_scores.margin(base, targets),
         "entropy": sample_scores.entropy(base),
         "teacher entropy": sample_scores.entropy(fitted.updated["r̂ teacher D+F"](inputs)),
@@ -130,7 +130,7 @@ def r_hats(fitted: Fitted, inputs: Tensor, targets: Tensor, fold: Tensor) -> dic
     found = {}
     for name, posterior in fitted.updated.items():
         start = fitted.laplace(inputs) if name == "r̂ Laplace" else base
-        found[name] = _r_hat(posterior(inputs, fold), start, targets)
+        found[name] = r_hat(posterior(inputs, fold), start, targets)
     return found
 
 
@@ -143,12 +143,12 @@ def sample_columns(fitted: Fitted) -> dict[str, np.ndarray]:
     return columns
 
 
-def _r_hat(updated: Tensor, base: Tensor, targets: Tensor) -> Tensor:
+def r_hat(updated: Tensor, base: Tensor, targets: Tensor) -> Tensor:
     draws = (rhat.draw_losses(each, targets, cross_entropy) for each in (updated, base))
     return rhat.score(*draws).r_hat
 
 
-def _losses(each: Tensor, targets: Tensor) -> Tensor:
+def expected_loss(each: Tensor, targets: Tensor) -> Tensor:
     return rhat.draw_losses(each, targets, cross_entropy).mean(0)
 
 
