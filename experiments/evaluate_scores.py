@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from score_protocols import libraries, mislabels, removal, repair, steps
+from score_protocols import figures, libraries, mislabels, removal, repair, steps, summary
 from score_protocols.cases import SETTINGS
 
 HERE = Path(__file__).parent
@@ -30,6 +30,17 @@ PROTOCOLS: dict[str, dict[str, Callable[..., dict]]] = {
 
 def main() -> None:
     asked = arguments()
+    if not asked.summarise:
+        run_all(asked)
+    lines = read(asked.results)
+    print(summary.tables(lines))
+    if asked.figures:
+        for path in figures.draw(lines, asked.figures):
+            print(path)
+
+
+def run_all(asked: argparse.Namespace) -> None:
+    """Run what the results do not hold yet, and write each line as it comes."""
     asked.results.parent.mkdir(parents=True, exist_ok=True)
     done = {key(line) for line in read(asked.results)}
     for line in jobs(asked):
@@ -52,6 +63,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
     parser.add_argument("--datasets", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--results", type=Path, default=HERE / "results" / "evaluate_scores.jsonl")
+    parser.add_argument("--summarise", action="store_true", help="run nothing, print the tables")
+    parser.add_argument("--figures", type=Path, help="draw them into this folder")
     return parser.parse_args()
 
 
