@@ -56,31 +56,39 @@ def seeds(found: Mapping[int, Any]) -> str:
 
 
 def mislabel_tables(lines: Sequence[Line]) -> Iterable[str]:
-    """AUROC, and what was found after inspecting a fifth of all."""
+    """AUROC of each kind of rows, and what was found after inspecting a fifth, by condition."""
+    places = datasets(lines, "mislabels")
+    if not places:
+        return
+    found = {
+        f"{dataset}, {variant}": chosen(
+            lines, protocol="mislabels", dataset=dataset, variant=variant
+        )
+        for dataset, variant in places
+    }
     fifth = SHARES.index(0.2)
-    for dataset, variant in datasets(lines, "mislabels"):
-        found = chosen(lines, protocol="mislabels", dataset=dataset, variant=variant)
-        first = next(iter(found.values()))
-        kinds = ("samples", "mixes", "mixes, flipped share ≥ ½")
-        names = dict.fromkeys(name for kind in kinds for name in first[kind])
-        mean = {
-            name: np.mean(
-                [each["samples"].get(name, {}).get("auroc", 0) for each in found.values()]
-            )
-            for name in names
-        }
-        rows = {}
-        for name in sorted(names, key=lambda name: -mean[name]):
-            cells = [
-                over_seeds(found, lambda each, k=kind, n=name: _part(each, k, n, "auroc"), 3)
-                for kind in kinds
+    views: dict[str, tuple[Any, ...]] = {
+        "AUROC, samples": ("samples", "auroc"),
+        "share found in the first 20 %, samples": ("samples", "found", fifth),
+        "AUROC, mixes with a flipped parent": ("mixes", "auroc"),
+        "AUROC, mixes of which half or more is flipped": ("mixes, flipped share ≥ ½", "auroc"),
+    }
+    for title, (kind, *path) in views.items():
+        rows = {
+            name: [
+                over_seeds(each, lambda one, n=name, k=kind, p=path: _part(one, k, n, *p), 3)
+                for each in found.values()
             ]
-            after = over_seeds(
-                found, lambda each, n=name: _part(each, "samples", n, "found", fifth), 2
-            )
-            rows[name] = [*cells, after]
-        columns = ["AUROC, samples", "mixes", "mixes, share ≥ ½", "samples found in 20 %"]
-        yield table(f"Mislabels: {dataset}, {variant}, {seeds(found)}", columns, rows)
+            for name in _best_first(found, kind)
+        }
+        columns = [f"{place}, {seeds(each)}" for place, each in found.items()]
+        yield table(f"Mislabels: {title}", columns, rows)
+
+
+def _best_first(found: Mapping[str, Mapping[int, Any]], kind: str) -> list[str]:
+    """Return the scores of a kind of rows by their mean AUROC over everything that was run."""
+    every = [one[kind] for each in found.values() for one in each.values()]
+    return sorted(every[0], key=lambda name: -np.mean([one[name]["auroc"] for one in every]))
 
 
 def _part(found: Any, *path: Any) -> float | None:
