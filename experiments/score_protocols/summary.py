@@ -81,8 +81,9 @@ def mislabel_tables(lines: Sequence[Line]) -> Iterable[str]:
             ]
             for name in _best_first(found, kind)
         }
-        columns = [f"{place}, {seeds(each)}" for place, each in found.items()]
-        yield table(f"Mislabels: {title}", columns, rows)
+        columns = [place.replace(" flipped,", "") for place in found]
+        fewest = min(found.values(), key=len)
+        yield table(f"Mislabels: {title}, {seeds(fewest)}", columns, rows)
 
 
 def _best_first(found: Mapping[str, Mapping[int, Any]], kind: str) -> list[str]:
