@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mixval import updates
+from mixval.fisher import precision
 from score_protocols.cases import Case, Setting, confused, make_case
 from score_protocols.networks import accuracy, hits, train
 from score_protocols.scores import (
@@ -75,14 +76,12 @@ def _treated(fitted: Fitted, causes: np.ndarray) -> dict[str, dict[str, float] |
     removed = case.inputs[rows], case.labels[rows]
     # With less the network is not held at all: at N x weight decay EWC-deletion diverges.
     ridge = NATURAL_GRADIENT_RIDGE * setting.precision
-    held = {"num_samples": setting.train, "ridge": ridge}
+    held = precision(fitted.base, fitted.fisher, num_samples=setting.train, ridge=ridge)
     ways: dict[str, Callable[[], nn.Module]] = {
         "fine-tuned on D∖C": lambda: fine_tuned(case, fitted.base, _without(case, causes)),
         "trained again on D∖C": lambda: train(case, _without(case, causes), stream="base"),
-        "Newton deletion": lambda: updates.newton_deletion(
-            fitted.base, fitted.fisher, *removed, **held
-        ),
-        "EWC-deletion": lambda: updates.ewc_deletion(fitted.base, fitted.fisher, *removed, **held),
+        "Newton deletion": lambda: updates.newton_deletion(fitted.base, held, *removed),
+        "EWC-deletion": lambda: updates.ewc_deletion(fitted.base, held, *removed),
     }
     return {name: _tried(fitted, way) for name, way in ways.items()}
 

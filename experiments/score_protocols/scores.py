@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mixval import last_layer, posteriors, rhat, sample_scores, updates
-from mixval.fisher import Parameters, diagonal_fisher
+from mixval.fisher import Parameters, diagonal_fisher, precision
 from mixval.losses import cross_entropy
 from mixval.mixing import assign_folds
 from mixval.seeding import generator
@@ -163,14 +163,8 @@ def _grand(networks: list[nn.Module], inputs: Tensor, targets: Tensor) -> Tensor
 
 def _linear_influence(fitted: Fitted, inputs: Tensor, targets: Tensor) -> Tensor:
     setting = fitted.case.setting
-    return updates.linear_influence(
-        fitted.base,
-        fitted.fisher,
-        (inputs, targets),
-        *fitted.failures,
-        num_samples=setting.train,
-        ridge=setting.precision,
-    )
+    held = precision(fitted.base, fitted.fisher, num_samples=setting.train, ridge=setting.precision)
+    return updates.linear_influence(fitted.base, held, (inputs, targets), *fitted.failures)
 
 
 def _base(case: Case) -> tuple[nn.Module, Tensor]:
@@ -189,16 +183,16 @@ def ewc(
     case: Case, base: nn.Module, fisher: Parameters, failures: tuple[Tensor, Tensor]
 ) -> nn.Module:
     setting = case.setting
-    return updates.ewc(base, fisher, *failures, num_samples=setting.train, ridge=setting.precision)
+    held = precision(base, fisher, num_samples=setting.train, ridge=setting.precision)
+    return updates.ewc(base, held, *failures)
 
 
 def _natural(
     case: Case, base: nn.Module, fisher: Parameters, failures: tuple[Tensor, Tensor]
 ) -> nn.Module:
     ridge = NATURAL_GRADIENT_RIDGE * case.setting.precision
-    return updates.natural_gradient(
-        base, fisher, *failures, num_samples=case.setting.train, ridge=ridge
-    )
+    held = precision(base, fisher, num_samples=case.setting.train, ridge=ridge)
+    return updates.natural_gradient(base, held, *failures)
 
 
 def _without_each_fold(case: Case, folds: Tensor) -> list[nn.Module]:
