@@ -113,7 +113,7 @@ def removal_tables(lines: Sequence[Line]) -> Iterable[str]:
                     found, lambda each, n=name, e=end, p=place: 100 * each["curves"][n][e][p], 1
                 )
                 for end, place in ends
-            ] + [_against_random(found, name)]
+            ] + [to_random(found, name, lambda each, n: 100 * each["curves"][n]["most"][0])]
         for name in ("nothing removed", "flipped removed"):
             whole = over_seeds(found, lambda each, n=name: 100 * each[n], 1)
             rows[name] = [whole] + ["–"] * 2 * len(FRACTIONS)
@@ -124,10 +124,10 @@ def removal_tables(lines: Sequence[Line]) -> Iterable[str]:
         yield table(title, [*columns, "most 10% gone, to random"], rows)
 
 
-def _against_random(found: Mapping[int, Any], name: str) -> str:
+def to_random(found: Mapping[int, Any], name: str, get: Callable[[Any, str], float]) -> str:
+    """Return what a score has over a random one, paired over seeds."""
     own, random = (
-        {seed: 100 * each["curves"][who]["most"][0] for seed, each in found.items()}
-        for who in (name, "random")
+        {seed: get(each, who) for seed, each in found.items()} for who in (name, "random")
     )
     difference = paired_difference(own, random)
     assert difference is not None
@@ -149,9 +149,11 @@ def steps_tables(lines: Sequence[Line]) -> Iterable[str]:
                     over_seeds(arm, lambda each, t=target: steps_to(each["curve"], t), 0),
                     over_seeds(arm, lambda each: 100 * max(a for _, a in each["curve"]), 1),
                     over_seeds(arm, lambda each: 100 * each["curve"][-1][1], 1),
+                    to_random(found, name, lambda e, n, k=kind: 100 * e[k][n]["curve"][-1][1]),
                     over_seeds(arm, lambda each: 100 * each["wrong"], 1),
                 ]
-            columns = [f"steps to {target:.0%}", "best, %", "at the end, %", "wrong labels seen, %"]
+            columns = [f"steps to {target:.0%}", "best, %", "at the end, %"]
+            columns += ["at the end, to random", "wrong labels seen, %"]
             yield table(f"Steps, {kind}: {dataset}, {variant}, {seeds(found)}", columns, rows)
 
 
