@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -378,6 +379,15 @@ def test_batch_norm_keeps_its_statistics_under_dropout():
         dropout(without_dropout(known()).model, 3, 0)(inputs)[:, :4],
     )
     assert masked_first.shape == (3, 4, CLASSES)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_few_failures_are_enough(count):
+    facts = known()
+    few = replace(facts, failures=(facts.failures[0][:count], facts.failures[1][:count]))
+    for name in NAMES:
+        if name != "deep_ensemble":  # which asks the stage for its data
+            assert fitted_by(name, few).draws >= 1
 
 
 def test_a_network_without_dropout_is_refused():

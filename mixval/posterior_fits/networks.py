@@ -50,7 +50,8 @@ def mc_dropout(
     epochs: Count = 10,
 ) -> Fitted:
     """The network, and the network fine-tuned on F or on D with F, under the same dropout masks."""
-    probe = known.failures[0][:8].expand(8, *known.failures[0].shape[1:])
+    first_row = known.failures[0][:1]
+    probe = first_row.expand(8, *first_row.shape[1:])
     first, second = dropout(known.model, 2, known.seed)(probe)
     if draws > 1 and torch.equal(first, second):
         raise UserError(
