@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from mixval import choose
 from mixval.arguments import BENCH_SUITES, parse, run_recipe, scores_own_models, value_of
+from mixval.columns import aligned
 from mixval.dataset_facts import data_root, describe
 from mixval.errors import Interrupted, UserError, exit_state
 from mixval.recipe import Arm, Choice, Panel, Teacher
@@ -224,11 +225,7 @@ def _bench(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
 def _datasets(arguments: argparse.Namespace, overrides: dict[str, Any]) -> None:
     root = data_root(arguments.root)
     print(f"below {root}" if root is not None else "no folder given by --root or MIXVAL_DATA")
-    rows = describe(root)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    print("\n".join(aligned(describe(root))))
     print("Your own: image_folder, npz, and any torch Dataset by mixval.from_dataset.")
 
 

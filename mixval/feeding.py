@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -36,6 +37,20 @@ def feed_inputs(maker: RowMaker, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
     wanted = [np.asarray(positions.cpu()) for positions in chunks]
     for positions, decoded in zip(chunks, _read(maker, wanted), strict=True):
         yield maker.inputs(positions, decoded=decoded)
+
+
+def feed_labelled(
+    maker: RowMaker, order: Tensor | None = None, size: int = 256
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and labels of at most `size` samples, unaugmented, in this order of positions.
+
+    Without an order all of them, as they lie. The size changes numbers by rounding alone.
+    """
+    labels = maker.part.labels
+    places = torch.arange(len(labels)) if order is None else order
+    chunks = torch.split(places.to(labels.device), size)
+    for inputs, positions in zip(feed_inputs(maker, chunks), chunks, strict=True):
+        yield inputs, labels[positions]
 
 
 def _read(maker: RowMaker, wanted: list[Ints]) -> Iterator[Tensor]:

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +18,7 @@ from mixval.fisher import (
     precision,
     trainable,
 )
-from mixval.seeding import seed_torch, torch_seed
+from mixval.seeding import generators_kept, seed_torch, torch_seed
 
 Pool = Literal["train", "train+failures"]
 State = dict[str, Tensor]
@@ -30,7 +29,7 @@ class Known:
     """A network trained on D, D itself, and the failures F that it should have fitted."""
 
     model: nn.Module
-    failures: LabelledBatch  # all of F
+    failures: LabelledBatch  # F, in one batch
     num_samples: int  # of D
     rows: Callable[[], Iterator[LabelledBatch]]  # D as it is, in order
     # An epoch's batches, shuffled and augmented as in training; F comes on top of D's order.
@@ -71,14 +70,6 @@ def with_parameters(model: nn.Module, vectors: Tensor) -> State:
     }
 
 
-@contextmanager
-def forked_generators(model: nn.Module) -> Iterator[torch.device]:
-    """Leave torch's generators as they were; give the device that the network draws on."""
-    device = next(model.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield device
-
-
 def walk(
     known: Known, pool: Pool, *, epochs: int, lr: Callable[[float], float]
 ) -> Iterator[nn.Module]:
@@ -93,7 +84,8 @@ def walk(
     optimiser = torch.optim.SGD(
         parameters, lr=1.0, momentum=0.9, nesterov=True, weight_decay=known.weight_decay
     )
-    with forked_generators(twin) as device:
+    device = next(twin.parameters()).device
+    with generators_kept(device):
         for epoch in range(epochs):
             seed_torch(torch_seed(known.seed, "posterior/forward", epoch), device)
             for step, (inputs, labels) in enumerate(known.batches(pool, epoch)):

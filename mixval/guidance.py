@@ -16,6 +16,7 @@ from mixval.objectives import Weights
 from mixval.processes import ALONE, Processes
 from mixval.record import Record
 from mixval.rhat import Scored, Scorer
+from mixval.seeding import generators_kept
 from mixval.types import Batch, MixPlan, MixScores
 
 Policy = Callable[[MixScores], Tensor]
@@ -182,9 +183,7 @@ def without_traces(model: nn.Module) -> Iterator[None]:
     A pass that only scores must not make a guided student differ from its control.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    device = next(model.parameters()).device
-    forked = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(forked):
+    with torch.no_grad(), generators_kept(next(model.parameters()).device):
         yield
         for buffer, before in buffers:
             buffer.copy_(before)

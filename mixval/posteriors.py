@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mixval.engine import plain
 from mixval.last_layer import split_head
-from mixval.seeding import seed_torch, torch_seed
+from mixval.seeding import generators_kept, seed_torch, torch_seed
 from mixval.types import Posterior
 
 
@@ -130,7 +130,7 @@ def dropout(model: nn.Module, draws: int, seed: int) -> Posterior:
     @torch.inference_mode()
     def log_probs(inputs: Tensor, fold: Tensor | None = None) -> Tensor:
         every = []
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with generators_kept(device):
             for draw in range(draws):
                 seed_torch(torch_seed(seed, "dropout", draw), device)
                 every.append(F.log_softmax(network(inputs), dim=-1))

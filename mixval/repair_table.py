@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mixval.columns import aligned
 from mixval.compare import mean_interval
 from mixval.store import Store
 
@@ -30,7 +31,7 @@ def _panel(panel: str, by_selector: dict[str, list[Facts]], removals: Sequence[s
     some = next(iter(by_selector.values()))
     leak = ", leaks test labels" if any(facts["leaks_test_labels"] for facts in some) else ""
     lines = [f"{panel}: accuracy in % (mean ± half of the 95 % interval over seeds){leak}"]
-    lines += _aligned([_HEAD, *_rows(by_selector, removals)])
+    lines += aligned([_HEAD, *_rows(by_selector, removals)])
     return "\n".join([*lines, *(_sentence(name, every) for name, every in by_selector.items())])
 
 
@@ -72,13 +73,3 @@ def _sentence(selector: str, every: list[Facts]) -> str:
     precision = f"precision {hits / max(mean('causes'), 1e-9):.0%}"
     recall = f"recall {hits / damaged:.0%} of the {damaged:.4g} corrupted"
     return f"{named}, {precision}, {recall} (mean of {len(every)})"
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    longest = max(len(row) for row in rows)
-    filled = [(*row, *[""] * (longest - len(row))) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*filled, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in filled
-    ]

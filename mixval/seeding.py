@@ -42,6 +42,13 @@ def seed_torch(value: int, device: torch.device) -> None:
 
 
 @contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Leave the generators that a network on `device` draws from as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+@contextmanager
 def torch_stream(seed: int, stream: str, *place: int) -> Iterator[None]:
     """Draw torch's random numbers from `stream`, and leave the caller's generator as it was."""
     with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU

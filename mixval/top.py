@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mixval.columns import aligned
 from mixval.types import Column, ScoreTable
 
 Rows = list[tuple[str, ...]]
@@ -20,7 +21,7 @@ def top(table: ScoreTable, classes: Sequence[str] = (), count: int = 10) -> str:
     lines = [f"{len(table):,} mixes, epoch {epoch}; r_hat > 0: fitting the failures conflicts"]
     lines.append(f"kept by sign: {(table.r_hat <= 0).mean():.1%}; {_stability(table)}")
     for title, order in _both_ends(table.r_hat, count):
-        lines += ["", f"{title} mixes", *_aligned(_mixes(table, order, names))]
+        lines += ["", f"{title} mixes", *aligned(_mixes(table, order, names), "  ")]
     pairs = np.sort(np.stack([table.label_i, table.label_j], axis=1), axis=1)
     parents = np.concatenate([table.i, table.j])[:, None]
     twice = np.concatenate([table.r_hat, table.r_hat])
@@ -43,7 +44,7 @@ def top(table: ScoreTable, classes: Sequence[str] = (), count: int = 10) -> str:
                 )
                 for k in order
             ]
-            lines += ["", f"{title} {kind}", *_aligned(rows)]
+            lines += ["", f"{title} {kind}", *aligned(rows, "  ")]
     return "\n".join(lines)
 
 
@@ -97,11 +98,3 @@ def _grouped(keys: Column, values: Column) -> tuple[Column, Column, Column, Colu
     kept = np.bincount(place, values <= 0) / sizes
     several = sizes > 1
     return found[several], means[several], sizes[several], kept[several]
-
-
-def _aligned(rows: Rows) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -16,7 +16,7 @@ CHOICES = frozenset(CHOICE_MODULES)
 
 # From the bottom up. A module imports from the layers below its own, never from beside it.
 LAYERS: list[set[str]] = [
-    {"bounds", "dataset_facts", "errors", "fingerprints", "environment", "compare"},
+    {"bounds", "dataset_facts", "errors", "fingerprints", "environment", "columns", "compare"},
     {"choose", "seeding", "files", "curvature"},
     {"types", "processes", "epoch_file", "checkpoints", "recipe_errors", "moments"},
     {"recipe", "recipe_rules"},
@@ -89,6 +89,7 @@ TORCH_FREE = {
     "errors",
     "fingerprints",
     "environment",
+    "columns",
     "compare",
     "choose",
     "files",

@@ -16,14 +16,13 @@ from mixval.fitting import (
     Known,
     Pool,
     State,
-    forked_generators,
     states,
     walk,
     with_parameters,
 )
 from mixval.posterior_fits.whole_laplace import whole_laplace
 from mixval.posteriors import Fitted, with_states
-from mixval.seeding import seed_torch, torch_seed
+from mixval.seeding import generators_kept, seed_torch, torch_seed
 
 
 def laplace(
@@ -101,7 +100,8 @@ def _refreshed(known: Known, stacked: State) -> State:
     if not any(name.endswith("running_mean") for name in stacked):
         return stacked
     networks = with_states(known.model, stacked)
-    with forked_generators(known.model) as device:
+    device = next(known.model.parameters()).device
+    with generators_kept(device):
         for network in networks:
             seed_torch(torch_seed(known.seed, "posterior/statistics"), device)  # of dropout
             update_bn((inputs for inputs, _ in known.rows()), network)

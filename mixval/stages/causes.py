@@ -1,6 +1,5 @@
 """C, the train samples that stand in the way of the failures F."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,18 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from mixval.errors import UserError
-from mixval.feeding import feed_inputs
-from mixval.fisher import LabelledBatch, Parameters, diagonal_fisher, precision
+from mixval.feeding import feed_labelled
+from mixval.fisher import Parameters, diagonal_fisher, precision
 from mixval.metrics import predict
 from mixval.mixing import RowMaker
 from mixval.rhat import score
 from mixval.seeding import generator
 from mixval.stages.cell import Cell
 from mixval.stages.network import Network
-from mixval.types import Column, FailureSet, Ints, Part
+from mixval.types import Column, FailureSet, Ints
 from mixval.updates import ewc, loss_slopes, natural_direction, natural_gradient
-
-_BATCH = 256  # samples that are looked at together; no number depends on it but by rounding
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Patient:
 
     @cached_property
     def fisher(self) -> Parameters:
-        return diagonal_fisher(self.model, labelled(self.cell.rows(self.cell.splits.train)))
+        return diagonal_fisher(self.model, feed_labelled(self.cell.rows(self.cell.splits.train)))
 
     def held(self, ridge: float) -> Parameters:
         """Return the precision that all of train and the ridge give to each parameter."""
@@ -88,7 +85,7 @@ def scores_of(patient: Patient, selector: str) -> Column:
         return generator(cell.seed, "repair/random").random(len(train.part))
     if selector == "loss":
         return _losses(model, train).cpu().numpy()
-    query = gathered(cell, getattr(cell.splits, failures.split), failures.query)
+    query = cell.gathered(getattr(cell.splits, failures.split), failures.query)
     held = patient.held(cell.recipe.repair.ridge)
     if selector == "linear":
         direction = natural_direction(model, held, *query)
@@ -98,24 +95,6 @@ def scores_of(patient: Patient, selector: str) -> Column:
     return score(_losses(updated, train)[None], _losses(model, train)[None]).r_hat.cpu().numpy()
 
 
-def gathered(cell: Cell, part: Part, ids: Ints) -> LabelledBatch:
-    """Return inputs (B, C, H, W) and labels (B,) of the samples with these ids."""
-    batches = list(labelled(cell.rows(part.with_ids(torch.from_numpy(ids)))))
-    inputs, labels = zip(*batches, strict=True)
-    return torch.cat(inputs), torch.cat(labels)
-
-
-def labelled(
-    maker: RowMaker, order: Tensor | None = None, size: int = _BATCH
-) -> Iterator[LabelledBatch]:
-    """Yield batches of at most `size` unaugmented samples in this order of positions."""
-    device = maker.part.labels.device
-    places = torch.arange(len(maker.part)) if order is None else order
-    chunks = torch.split(places.to(device), size)
-    for inputs, positions in zip(feed_inputs(maker, chunks), chunks, strict=True):
-        yield inputs, maker.part.labels[positions]
-
-
 def _losses(model: nn.Module, maker: RowMaker) -> Tensor:
     """Return H of every sample at its label, (N,)."""
     return -predict(model, maker).gather(1, maker.part.labels[:, None]).squeeze(1)
@@ -123,7 +102,7 @@ def _losses(model: nn.Module, maker: RowMaker) -> Tensor:
 
 def _slopes(model: nn.Module, direction: Parameters, maker: RowMaker) -> Tensor:
     slopes = []
-    for inputs, labels in labelled(maker):
+    for inputs, labels in feed_labelled(maker):
         targets = nn.functional.one_hot(labels, maker.num_classes).to(inputs.dtype)
         slopes.append(loss_slopes(model, direction, (inputs, targets)))
     return torch.cat(slopes)

@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mixval import choose
 from mixval.engine import Engine
 from mixval.errors import UserError
+from mixval.feeding import feed_labelled
 from mixval.mixing import RowMaker
 from mixval.recipe import Data, Recipe
 from mixval.sources import load_source
@@ -85,6 +87,12 @@ class Cell:
     def rows(self, part: Part) -> RowMaker:
         """Return the maker of unaugmented rows of a part, on the engine's device."""
         return RowMaker.of(part, self.splits, self.engine.device, self.engine.loaders)
+
+    def gathered(self, part: Part, ids: Ints) -> tuple[Tensor, Tensor]:
+        """Return inputs (B, C, H, W) and labels (B,) of the samples with these ids."""
+        batches = feed_labelled(self.rows(part.with_ids(torch.from_numpy(ids))))
+        inputs, labels = zip(*batches, strict=True)
+        return torch.cat(inputs), torch.cat(labels)
 
     def probe_rows(self, folds: Ints | None) -> RowMaker:
         """Return the maker of unaugmented rows of `train`, which knows the folds of its samples."""

@@ -9,7 +9,7 @@ from torch import nn
 from mixval import choose
 from mixval.checkpoints import load_weights, save_weights
 from mixval.errors import UserError
-from mixval.feeding import feed, feed_inputs
+from mixval.feeding import feed, feed_labelled
 from mixval.files import weight_facts
 from mixval.fingerprints import array_fingerprint
 from mixval.fisher import LabelledBatch
@@ -20,8 +20,6 @@ from mixval.stages.network import Network, learn
 from mixval.store import Store
 from mixval.training_job import Job, Plans, epoch_uniforms, num_steps, step_rows, train_rows
 from mixval.types import FailureSet, Pair, Part
-
-_CHUNK = 256  # rows that are looked at together
 
 
 def posteriors(cell: Cell, name: str, base: Network, failures: FailureSet, store: Store) -> Pair:
@@ -64,31 +62,22 @@ class _Data:
 
     def known(self, base: Network) -> Known:
         cell, failures = self.cell, self.failures
-        part = self._failing()
-        if not len(part):
+        if not len(failures.query):
             raise UserError(
                 f"posteriors.{self.name}: needs failures, but the base network fails none on "
                 f"{failures.split}; take another failures.rule, or leave it out"
             )
-        found = list(self._rows(part))
-        inputs, labels = (torch.cat(side) for side in zip(*found, strict=True))
         return Known(
             model=base.model,
-            failures=(inputs, labels),
+            failures=cell.gathered(getattr(cell.splits, failures.split), failures.query),
             num_samples=len(cell.splits.train),
-            rows=lambda: self._rows(cell.splits.train),
+            rows=lambda: feed_labelled(cell.rows(cell.splits.train)),
             batches=self._batches,
             steps=self._steps,
             learn=self._learn,
             weight_decay=cell.recipe.training.weight_decay,
             seed=cell.seed,
         )
-
-    def _rows(self, part: Part) -> Iterator[LabelledBatch]:
-        maker = self.cell.rows(part)
-        labels = maker.part.labels
-        chunks = torch.split(torch.arange(len(part), device=labels.device), _CHUNK)
-        yield from zip(feed_inputs(maker, chunks), torch.split(labels, _CHUNK), strict=True)
 
     def _batches(self, pool: Pool, epoch: int) -> Iterator[LabelledBatch]:
         """Yield the batches of D and, in equal shares on top of them, the rows of F.

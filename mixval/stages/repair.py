@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from mixval.errors import UserError
+from mixval.feeding import feed_labelled
 from mixval.metrics import predict
 from mixval.seeding import generator
 from mixval.stages.causes import (
     Causes,
     Patient,
     choose_causes,
-    gathered,
-    labelled,
     num_causes,
     scores_of,
 )
@@ -139,7 +138,7 @@ def _removed(
         return fine_tune(model, batches, lr=settings.lr, epochs=settings.epochs)
     if not len(causes.ids):
         return model
-    samples = gathered(cell, cell.splits.train, causes.ids)
+    samples = cell.gathered(cell.splits.train, causes.ids)
     held = patient.held(cell.recipe.repair.deletion_ridge)
     if removal == "newton":
         return newton_deletion(model, held, *samples)
@@ -163,7 +162,7 @@ def _batches_without(cell: Cell, causes: Causes) -> Callable[[int], Any]:
     def batches(epoch: int) -> Any:
         rng = generator(cell.seed, "repair/order", epoch)
         order: Tensor = torch.from_numpy(rng.permutation(len(rows.part)))
-        return labelled(rows, order, size)
+        return feed_labelled(rows, order, size)
 
     return batches
 
